@@ -1,0 +1,67 @@
+"""Trained weights as files that plain diffusers loads, without this project."""
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+from flowcredit.errors import InputError
+from flowcredit.models.loading import PipelineFlow, components
+
+LORA_FILE = "pytorch_lora_weights.safetensors"
+
+
+def export_weights(model: PipelineFlow, folder: str | Path, *, overwrite: bool = False) -> Path:
+    """Write the trained weights of ``model`` to ``folder`` and return it.
+
+    Full fine-tuning: a whole pipeline folder for ``from_pretrained``; all but the network is copied file by
+    file from the folder that the model came from, so its precision is that of the source. LoRA: the
+    folder for ``load_lora_weights``, with rank and alpha in the file, without which diffusers takes
+    alpha = rank and the LoRA has another strength.
+
+    The folder appears whole or not at all. Raises InputError if it exists with files in it, unless
+    ``overwrite``, and always if it is the folder that the model was loaded from.
+    """
+    target = Path(folder)
+    if target.resolve() == model.source.resolve():
+        raise InputError(f"export to {target}: the model was loaded from there; choose another folder")
+    if target.is_file():
+        raise InputError(f"export to {target}: it is a file; choose another folder")
+    if target.is_dir() and any(target.iterdir()) and not overwrite:
+        raise InputError(f"export to {target}: the folder is not empty; remove it or choose another")
+    write = _write_lora if _is_lora(model) else _write_pipeline
+    _write_whole(target, lambda partial: write(model, partial))
+    return target
+
+
+def _is_lora(model: PipelineFlow) -> bool:
+    return any(".lora_" in name for name, _ in model.pipeline.transformer.named_parameters())
+
+
+def _write_lora(model: PipelineFlow, folder: Path) -> None:
+    from peft import get_peft_model_state_dict
+
+    network = model.pipeline.transformer
+    model.pipeline.save_lora_weights(
+        folder,
+        transformer_lora_layers=get_peft_model_state_dict(network),
+        transformer_lora_adapter_metadata=network.peft_config["default"].to_dict(),
+        weight_name=LORA_FILE,
+    )
+
+
+def _write_pipeline(model: PipelineFlow, folder: Path) -> None:
+    for name in components(model.source):
+        if name != "transformer":
+            shutil.copytree(model.source / name, folder / name)
+    shutil.copyfile(model.source / "model_index.json", folder / "model_index.json")
+    model.pipeline.transformer.save_pretrained(folder / "transformer")
+
+
+def _write_whole(target: Path, write: Callable[[Path], None]) -> None:
+    partial = target.with_name(target.name + ".partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    write(partial)
+    if target.exists():
+        shutil.rmtree(target)
+    partial.replace(target)

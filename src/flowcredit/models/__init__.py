@@ -1,0 +1,1 @@
+"""Flow models behind one interface: an adapter for each family, and flows known in closed form."""

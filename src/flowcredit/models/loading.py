@@ -1,0 +1,144 @@
+"""From a folder in diffusers' layout to the adapter of its family."""
+
+import importlib
+import json
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+from flowcredit.errors import InputError
+from flowcredit.interfaces import FlowModel
+
+ADAPTERS: Mapping[str, str] = {"FluxPipeline": "flowcredit.models.flux:FluxFlow"}
+"""The ``_class_name`` of a model_index.json to the adapter for it, as "module:class"."""
+
+
+class PipelineFlow(FlowModel, Protocol):
+    """A flow model that stands on a diffusers pipeline: what training needs beyond ``FlowModel``."""
+
+    pipeline: Any
+    """The diffusers pipeline; its ``transformer`` is the trained network, unwrapped."""
+    source: Path
+    """The folder that the pipeline was loaded from."""
+
+    def truncated(self, prompts: Sequence[str]) -> dict[str, int]:
+        """How many prompts are longer than each text encoder reads."""
+        ...
+
+    def set_gradient_checkpointing(self, enabled: bool) -> None:
+        """Recompute the blocks in the backward pass instead of keeping their activations, or not."""
+        ...
+
+
+def load_model(
+    path: str | Path,
+    *,
+    height: int,
+    width: int,
+    guidance_scale: float,
+    max_sequence_length: int,
+    dtype: torch.dtype,
+    device: torch.device | str,
+    decode_batch_size: int,
+    network_dtype: torch.dtype = torch.float32,
+    autocast: torch.dtype | None = None,
+) -> PipelineFlow:
+    """Load a pipeline folder as written by diffusers' ``save_pretrained``; no network access.
+
+    ``height`` and ``width`` are pixels, ``max_sequence_length`` T5 tokens, ``decode_batch_size``
+    images. ``dtype`` is that of the frozen parts, ``network_dtype`` that of the network: float32
+    unless only a LoRA on it is trained. ``autocast`` is the type that ``velocity`` computes in.
+    Everything is frozen and in eval mode; ``weights.prepare_weights`` chooses what is trained.
+
+    Raises InputError for a folder that is missing or incomplete, a pipeline class without an
+    adapter, or a size that the model cannot make.
+    """
+    folder = Path(path)
+    index = _read_index(folder)
+    name = index.get("_class_name")
+    if name not in ADAPTERS:
+        raise InputError(
+            f"{folder / 'model_index.json'}: pipeline class {name!r} has no adapter; "
+            f"expected one of {', '.join(sorted(ADAPTERS))}"
+        )
+    _check_components(folder, index)
+    module, _, attribute = ADAPTERS[name].partition(":")
+    with _quiet_loading():
+        adapter = getattr(importlib.import_module(module), attribute)
+        model: PipelineFlow = adapter.from_folder(
+            folder,
+            height=height,
+            width=width,
+            guidance_scale=guidance_scale,
+            max_sequence_length=max_sequence_length,
+            dtype=dtype,
+            device=torch.device(device),
+            decode_batch_size=decode_batch_size,
+            network_dtype=network_dtype,
+            autocast=autocast,
+        )
+    return model
+
+
+def components(folder: Path) -> tuple[str, ...]:
+    """The subfolders of a pipeline folder that hold its parts, by its model_index.json."""
+    return tuple(
+        key for key, value in _read_index(folder).items() if isinstance(value, list) and value[0] is not None
+    )
+
+
+def _read_index(folder: Path) -> dict[str, Any]:
+    if not folder.is_dir():
+        found = "a file" if folder.exists() else "nothing there"
+        raise InputError(
+            f"model {folder}: {found}; expected a folder in diffusers' layout, with a model_index.json "
+            "(download a hub model first and give the local folder)"
+        )
+    file = folder / "model_index.json"
+    if not file.is_file():
+        entries = sorted(entry.name for entry in folder.iterdir())
+        found = ", ".join(entries[:8]) + (", ..." if len(entries) > 8 else "") if entries else "nothing"
+        raise InputError(
+            f"model {folder}: no model_index.json (the folder has {found}); expected a whole pipeline as "
+            "written by diffusers' save_pretrained"
+        )
+    try:
+        index = json.loads(file.read_text(encoding="utf-8"))
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise InputError(f"{file}: not valid JSON ({error})") from error
+    if not isinstance(index, dict):
+        raise InputError(f"{file}: a JSON {type(index).__name__}; expected an object with _class_name")
+    return index
+
+
+def _check_components(folder: Path, index: Mapping[str, Any]) -> None:
+    missing = [name for name in components(folder) if not (folder / name).is_dir()]
+    if missing:
+        raise InputError(
+            f"model {folder}: {', '.join(missing)} missing; model_index.json lists "
+            f"{', '.join(components(folder))}, each a folder of that name"
+        )
+
+
+@contextmanager
+def _quiet_loading() -> Iterator[None]:
+    """Without the libraries' progress bars and remarks on parts that this project does not use."""
+    from diffusers.utils import logging as diffusers_logging
+    from transformers.utils import logging as transformers_logging
+
+    libraries = (diffusers_logging, transformers_logging)
+    before = [(library.is_progress_bar_enabled(), library.get_verbosity()) for library in libraries]
+    for library in libraries:
+        library.disable_progress_bar()
+        library.set_verbosity(logging.ERROR)
+    try:
+        yield
+    finally:
+        for library, (bar, verbosity) in zip(libraries, before, strict=True):
+            library.set_verbosity(verbosity)
+            if bar:
+                library.enable_progress_bar()
