@@ -1,0 +1,139 @@
+"""Scenes to placed objects: clean ones to test with, sloppy ones to learn from.
+
+The base model is meant to be worth aligning, as models trained on the web are: a share of its training
+pictures differs from their captions in a colour, a shape, a count or a side, and outlines are ragged.
+"""
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+
+from flowcredit.shapes.canvas import EXTENT, GROUND, SIZE, Array, Placed, colour_rgb
+from flowcredit.shapes.scenes import COLOURS, RELATIONS, SHAPES, Asked, Scene
+
+RADII = {1: (5.0, 8.0), 2: (4.3, 5.8), 3: (3.9, 4.9), 4: (3.6, 4.3), 5: (3.3, 3.7)}
+
+
+@dataclass(frozen=True)
+class Sloppiness:
+    """How often a training picture differs from its caption; each is a probability, but ``wobble``."""
+
+    colour: float = 0.10
+    shape: float = 0.10
+    count: float = 0.15
+    extra: float = 0.05
+    relation: float = 0.20
+    ragged: float = 0.6
+    wobble: float = 0.16
+
+
+CLEAN = Sloppiness(0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
+
+
+def _apart(placed: list[tuple[str, float, float, float]], shape: str, x: float, y: float, r: float) -> bool:
+    for other, ox, oy, o_r in placed:
+        reach = EXTENT[shape] * r + EXTENT[other] * o_r
+        if math.hypot(x - ox, y - oy) < 0.92 * reach + 1.5:
+            return False
+    return True
+
+
+def related(relation: str, dx: float, dy: float) -> float:
+    """How far the second object lies on the wanted side of the first, less half the drift across, in pixels.
+
+    ``dx``, ``dy`` lead from the first object to the second.
+    """
+    along, across = {
+        "left of": (dx, dy),
+        "right of": (-dx, dy),
+        "above": (dy, dx),
+        "below": (-dy, dx),
+    }[relation]
+    return along - 0.5 * abs(across)
+
+
+def _try_place(
+    rng: np.random.Generator, shapes: list[str], relation: str | None, shrink: float
+) -> list[tuple[str, float, float, float]] | None:
+    low, high = RADII[min(len(shapes), 5)]
+    placed: list[tuple[str, float, float, float]] = []
+    for shape in shapes:
+        r = rng.uniform(low, high) * shrink
+        edge = EXTENT[shape] * r + 0.5
+        for _ in range(30):
+            x, y = rng.uniform(edge, SIZE - edge, 2)
+            if not _apart(placed, shape, x, y, r):
+                continue
+            if relation and placed and related(relation, x - placed[0][1], y - placed[0][2]) < 6:
+                continue
+            placed.append((shape, float(x), float(y), float(r)))
+            break
+        else:
+            return None
+    return placed
+
+
+def place(
+    rng: np.random.Generator, objects: tuple[Asked, ...], relation: str | None, sloppy: Sloppiness
+) -> list[Placed]:
+    """Objects that do not touch, inside the canvas, on the sides asked for; free colours are drawn."""
+    shapes = [o.shape for o in objects]
+    for attempt in range(1000):
+        spots = _try_place(rng, shapes, relation, 0.99 ** (attempt // 4))
+        if spots is not None:
+            break
+    else:
+        raise AssertionError(f"no room for {shapes}")
+    picture = []
+    for asked, (shape, x, y, r) in zip(objects, spots, strict=True):
+        colour = asked.colour or str(rng.choice(list(COLOURS)))
+        jitter = rng.uniform(-0.04, 0.04, 3)
+        rgb = np.clip(np.asarray(colour_rgb(colour)) + jitter, 0, 1)
+        wobble = (0.0, 2, 0.0)
+        if rng.random() < sloppy.ragged:
+            amplitude = rng.uniform(0, sloppy.wobble)
+            wobble = (float(amplitude), int(rng.integers(2, 6)), float(rng.uniform(0, 2 * math.pi)))
+        picture.append(Placed(shape, x, y, r, (float(rgb[0]), float(rgb[1]), float(rgb[2])), wobble))
+    return picture
+
+
+def _other(rng: np.random.Generator, names: tuple[str, ...], but: str | None) -> str:
+    return str(rng.choice([name for name in names if name != but]))
+
+
+def misread(rng: np.random.Generator, scene: Scene, sloppy: Sloppiness) -> tuple[tuple[Asked, ...], str | None]:
+    """What a careless illustrator draws for a scene."""
+    objects = list(scene.objects)
+    if scene.task == "counting":
+        if rng.random() < sloppy.count:
+            objects = objects[:1] * int(rng.choice([n for n in (1, 2, 3, 4) if n != len(objects)]))
+        shape, colour = objects[0].shape, objects[0].colour
+        if rng.random() < sloppy.shape:
+            shape = _other(rng, SHAPES, shape)
+        if rng.random() < sloppy.colour:
+            colour = _other(rng, tuple(COLOURS), colour)
+        return (Asked(shape, colour),) * len(objects), None
+    for i, asked in enumerate(objects):
+        shape, colour = asked.shape, asked.colour
+        if rng.random() < sloppy.shape:
+            shape = _other(rng, SHAPES, shape)
+        if colour is not None and rng.random() < sloppy.colour:
+            colour = _other(rng, tuple(COLOURS), colour)
+        objects[i] = Asked(shape, colour)
+    relation = scene.relation
+    if relation is not None and rng.random() < sloppy.relation:
+        relation = _other(rng, RELATIONS, relation)
+    if rng.random() < sloppy.extra:
+        extra = Asked(str(rng.choice(SHAPES)), str(rng.choice(list(COLOURS))))
+        objects = objects[:1] if len(objects) > 1 and rng.random() < 0.5 else [*objects, extra]
+    return tuple(objects), relation if len(objects) >= 2 else None
+
+
+def draw(
+    rng: np.random.Generator, scenes: list[Scene], sloppy: Sloppiness
+) -> tuple[list[list[Placed]], Array]:
+    """A picture and a ground colour for every scene, ready for ``render``."""
+    pictures = [place(rng, *misread(rng, scene, sloppy), sloppy) for scene in scenes]
+    grounds = np.asarray(GROUND) / 255 * rng.uniform(0.6, 1.4, (len(scenes), 1))
+    return pictures, grounds
