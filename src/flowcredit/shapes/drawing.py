@@ -17,7 +17,11 @@ RADII = {1: (5.0, 8.0), 2: (4.3, 5.8), 3: (3.9, 4.9), 4: (3.6, 4.3), 5: (3.3, 3.
 
 @dataclass(frozen=True)
 class Sloppiness:
-    """How often a training picture differs from its caption; each is a probability, but ``wobble``."""
+    """How often a training picture differs from its caption: probabilities, but for the last two.
+
+    ``wobble`` is the largest amplitude of a ragged outline, as a share of the radius; ``crowd`` scales the
+    distance that two objects keep: below 1 some touch, which a checker cannot tell from one object.
+    """
 
     colour: float = 0.10
     shape: float = 0.10
@@ -26,15 +30,21 @@ class Sloppiness:
     relation: float = 0.20
     ragged: float = 0.6
     wobble: float = 0.16
+    crowd: float = 0.92
 
 
-CLEAN = Sloppiness(0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
+CLEAN = Sloppiness(0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 1.05)
 
 
-def _apart(placed: list[tuple[str, float, float, float]], shape: str, x: float, y: float, r: float) -> bool:
+Spot = tuple[str, float, float, float]
+"""Shape, centroid x and y, area radius; in pixels."""
+
+
+def _apart(placed: list[Spot], new: Spot, crowd: float) -> bool:
+    shape, x, y, r = new
     for other, ox, oy, o_r in placed:
         reach = EXTENT[shape] * r + EXTENT[other] * o_r
-        if math.hypot(x - ox, y - oy) < 0.92 * reach + 1.5:
+        if math.hypot(x - ox, y - oy) < crowd * reach + 1.5:
             return False
     return True
 
@@ -54,16 +64,16 @@ def related(relation: str, dx: float, dy: float) -> float:
 
 
 def _try_place(
-    rng: np.random.Generator, shapes: list[str], relation: str | None, shrink: float
-) -> list[tuple[str, float, float, float]] | None:
+    rng: np.random.Generator, shapes: list[str], relation: str | None, shrink: float, crowd: float
+) -> list[Spot] | None:
     low, high = RADII[min(len(shapes), 5)]
-    placed: list[tuple[str, float, float, float]] = []
+    placed: list[Spot] = []
     for shape in shapes:
         r = rng.uniform(low, high) * shrink
         edge = EXTENT[shape] * r + 0.5
         for _ in range(30):
             x, y = rng.uniform(edge, SIZE - edge, 2)
-            if not _apart(placed, shape, x, y, r):
+            if not _apart(placed, (shape, float(x), float(y), float(r)), crowd):
                 continue
             if relation and placed and related(relation, x - placed[0][1], y - placed[0][2]) < 6:
                 continue
@@ -80,7 +90,7 @@ def place(
     """Objects that do not touch, inside the canvas, on the sides asked for; free colours are drawn."""
     shapes = [o.shape for o in objects]
     for attempt in range(1000):
-        spots = _try_place(rng, shapes, relation, 0.99 ** (attempt // 4))
+        spots = _try_place(rng, shapes, relation, 0.99 ** (attempt // 4), sloppy.crowd)
         if spots is not None:
             break
     else:
