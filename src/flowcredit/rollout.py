@@ -1,0 +1,199 @@
+"""The wavefront: runs a plan over a flow model. The only loop over time in the whole project.
+
+At each grid index, from sigma 1 to 0, every distinct state that needs a velocity there is gathered over all
+prompts, branches, strides and probes and evaluated in batches of one size; every child then takes its step.
+
+Axes: P prompts, W samples of a prompt at a state, F fan-out of a transition, B rows in a batch, *D latent.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from flowcredit import noise
+from flowcredit.interfaces import Conditioning, FlowModel
+from flowcredit.plan import Node, Plan
+from flowcredit.time_grid import check_grid
+from flowcredit.transition import Kernel, euler
+
+
+class NoiseSource(Protocol):
+    """Every random draw of a rollout, so that any of them can be replayed."""
+
+    def initial(self, width: int) -> Tensor:
+        """[P, width, *D] float32 states at sigma 1."""
+        ...
+
+    def step(self, segment: int, width: int) -> Tensor:
+        """[P, width, *D] standard normal noise of a stochastic segment."""
+        ...
+
+
+@dataclass(frozen=True)
+class KeyedNoise:
+    """Draws keyed by run seed, iteration, prompt and role: the same on any number of processes.
+
+    ``prompt_indices`` are the prompts' places in the whole iteration, over all processes.
+    """
+
+    model: FlowModel
+    seed: int
+    iteration: int
+    prompt_indices: Sequence[int]
+
+    def initial(self, width: int) -> Tensor:
+        return torch.stack([self._initial(index, width) for index in self.prompt_indices])
+
+    def _initial(self, index: int, width: int) -> Tensor:
+        keyed = noise.generator(self.seed, self.iteration, index, "initial")
+        return self.model.initial_noise(width, keyed)
+
+    def step(self, segment: int, width: int) -> Tensor:
+        role = f"segment/{segment}"
+        keyed = [noise.generator(self.seed, self.iteration, index, role) for index in self.prompt_indices]
+        # One sample has the shape of an initial state; drawing it costs nothing beside a velocity.
+        shape = self.model.initial_noise(1, torch.Generator()).shape[1:]
+        return noise.draw(keyed, (width, *shape))
+
+
+@dataclass(frozen=True)
+class Transition:
+    """What training needs of a stochastic step: one ``x`` for the whole fan-out below it.
+
+    ``x`` [P, W, *D], ``x_next`` [P, W, F, *D] as stored, ``log_prob`` [P, W, F] float32 of ``x_next``.
+    """
+
+    segment: int
+    k: int
+    k_next: int
+    sigma: float
+    sigma_next: float
+    x: Tensor
+    x_next: Tensor
+    log_prob: Tensor
+
+
+@dataclass(frozen=True)
+class Rollout:
+    """Transitions in the order of the grid; leaves by scored segment, [P, W, *D].
+
+    Segments that end in the same leaf hold the same tensor. ``velocity_evaluations`` counts the rows that
+    the model was given, over all prompts.
+    """
+
+    transitions: tuple[Transition, ...]
+    leaves: dict[int, Tensor]
+    velocity_evaluations: int
+
+
+def rows_of(cond: Conditioning, rows: Tensor) -> Conditioning:
+    """The conditioning of some prompts, repeated as ``rows`` [B] says."""
+    return {name: tensor.index_select(0, rows.to(tensor.device)) for name, tensor in cond.items()}
+
+
+def _count_prompts(cond: Conditioning) -> int:
+    counts = {len(tensor) for tensor in cond.values()}
+    if len(counts) != 1:
+        raise ValueError(f"conditioning has {sorted(counts)} rows: expected one for each prompt in each tensor")
+    return counts.pop()
+
+
+class _Velocities:
+    """Batched evaluation of the states at one grid index, counting rows."""
+
+    def __init__(
+        self,
+        model: FlowModel,
+        cond: Conditioning,
+        batch_size: int,
+        progress: Callable[[int], None] | None,
+    ) -> None:
+        self.model, self.cond, self.batch_size, self.progress = model, cond, batch_size, progress
+        self.rows = 0
+
+    def __call__(self, states: Sequence[Tensor], sigma: float) -> list[Tensor]:
+        """[P, W, *D] states to their velocities, shape for shape."""
+        flat = torch.cat([state.flatten(0, 1) for state in states])
+        prompts = torch.cat(
+            [torch.arange(len(state)).repeat_interleave(state.shape[1]) for state in states]
+        ).to(flat.device)
+        parts = []
+        for x, rows in zip(flat.split(self.batch_size), prompts.split(self.batch_size), strict=True):
+            at = torch.full((len(x),), sigma, dtype=x.dtype, device=x.device)
+            parts.append(self.model.velocity(x, at, rows_of(self.cond, rows)))
+            self.rows += len(x)
+            if self.progress is not None:
+                self.progress(len(x))
+        sizes = [state.shape[0] * state.shape[1] for state in states]
+        pieces = torch.cat(parts).split(sizes)
+        return [piece.view_as(state) for piece, state in zip(pieces, states, strict=True)]
+
+
+@torch.no_grad()
+def rollout(
+    model: FlowModel,
+    plan: Plan,
+    cond: Conditioning,
+    grid: Tensor,
+    kernel: Kernel,
+    noise_source: NoiseSource,
+    batch_size: int,
+    storage_dtype: torch.dtype = torch.float32,
+    progress: Callable[[int], None] | None = None,
+) -> Rollout:
+    """Run ``plan`` for every prompt of ``cond`` (P rows) over ``grid`` [T+1].
+
+    A stochastic state is rounded to ``storage_dtype`` before it is scored, and its log-prob is that of the
+    rounded state, so that training finds a ratio of 1. ``progress`` is told the rows of each batch.
+    Raises ValueError where the grid has not ``plan.num_steps`` steps or the batch size is below 1.
+    """
+    sigmas = check_grid(grid).tolist()
+    if len(sigmas) != plan.num_steps + 1:
+        raise ValueError(f"a plan of {plan.num_steps} steps over a grid of {len(sigmas) - 1}: expected the same")
+    if batch_size < 1:
+        raise ValueError(f"the rollout batch size is {batch_size}: expected 1 or more")
+    prompts = _count_prompts(cond)
+    velocities = _Velocities(model, cond, batch_size, progress)
+    segment_of = {plan.segment_end[i]: i for i in plan.transitions}
+    initial = noise_source.initial(plan.root_width).to(model.device)
+    assert initial.shape[:2] == (prompts, plan.root_width), "noise source and conditioning disagree"
+    states: dict[int, Tensor] = {0: initial}
+    transitions = []
+    for k in range(plan.num_steps):
+        here = [n for n, node in enumerate(plan.nodes) if node.index == k and plan.children[n]]
+        if not here:
+            continue
+        for n, v in zip(here, velocities([states[n] for n in here], sigmas[k]), strict=True):
+            for child in plan.children[n]:
+                node = plan.nodes[child]
+                if node.stochastic:
+                    step = _draw(states[n], v, k, node, segment_of[child], sigmas, kernel, noise_source, storage_dtype)
+                    transitions.append(step)
+                    states[child] = step.x_next.flatten(1, 2).to(torch.float32)
+                else:
+                    states[child] = euler(states[n], v, sigmas[k], sigmas[node.index])
+            del states[n]
+    leaves = {i: states[plan.segment_end[i]] for i in plan.scored}
+    return Rollout(tuple(transitions), leaves, velocities.rows)
+
+
+def _draw(
+    x: Tensor,
+    v: Tensor,
+    k: int,
+    node: Node,
+    segment: int,
+    sigmas: Sequence[float],
+    kernel: Kernel,
+    noise_source: NoiseSource,
+    storage_dtype: torch.dtype,
+) -> Transition:
+    step = kernel(x.unsqueeze(2), v.unsqueeze(2), k, node.index)
+    drawn = noise_source.step(segment, node.width).to(x.device)
+    drawn = drawn.unflatten(1, (x.shape[1], node.fan_out))
+    x_next = step.draw(drawn).to(storage_dtype)
+    log_prob = step.log_prob(x_next, batch_dims=3)
+    return Transition(segment, k, node.index, sigmas[k], sigmas[node.index], x, x_next, log_prob)
