@@ -38,7 +38,8 @@ def flow_sde_scale(grid: Tensor, eta: float) -> Tensor:
     """Flow-GRPO's ``g = eta sqrt(s / (1 - s))`` for each step of a [T+1] grid: [T] float64.
 
     At s = 1 the denominator uses the next sigma, so that the first step's standard deviation is ``eta``
-    (arXiv 2505.05470, section 4.1 and its released code).
+    however short the step (arXiv 2505.05470 and its released code). That step's own excess of variance,
+    ``eta**4 / 4``, therefore does not vanish with more steps; the steps after it wear it off.
     """
     sigmas = check_grid(grid)
     s = sigmas[:-1]

@@ -316,7 +316,7 @@ def _draw_row(plan: Plan, row: Sequence[int], canvas: list[str], cell: int) -> N
 
 
 def _row_note(plan: Plan, row: Sequence[int]) -> str:
-    note = f"x{plan.width(row[-1])}"
+    note = f"×{plan.width(row[-1])}"
     untrained = [i for i in row if plan.segments[i].stochastic and not plan.segments[i].trained]
     if any(plan.segments[i].stochastic for i in row):
         note += " untrained" if untrained else " trained"
@@ -357,7 +357,7 @@ def _picture(plan: Plan) -> str:
     return "\n".join(
         [
             f"{plan.num_steps} steps, initial noises for a prompt: {plan.root_width}"
-            "    ── Euler   ~~ stochastic   xN: N samples for a prompt",
+            "    ── Euler   ~~ stochastic   ×N: N samples for a prompt",
             header,
             *lines,
             f"velocity evaluations for a prompt: {plan.velocity_evaluations}"

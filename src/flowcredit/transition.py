@@ -80,7 +80,7 @@ def flow_sde(x: Tensor, v: Tensor, sigma: Scalar, sigma_next: Scalar, g: Scalar)
     """Euler-Maruyama on the SDE that keeps the marginals of the flow ODE, with diffusion ``g``.
 
     Drift ``v + g^2 / (2 s) (x + (1 - s) v)``, standard deviation ``g sqrt(-dt)``
-    (Flow-GRPO, arXiv 2505.05470, eq. 9; DanceGRPO, arXiv 2505.07818, with a constant g).
+    (Flow-GRPO, arXiv 2505.05470; DanceGRPO, arXiv 2505.07818, with a constant g).
     """
     x, v = _working(x), _working(v)
     s, s_next, scale = _scalar(sigma, x), _scalar(sigma_next, x), _scalar(g, x)
@@ -102,6 +102,8 @@ def cps(
 
     With ``q = s' sin(eta pi / 2)``: mean ``(1 - s') x0_hat + sqrt(s'^2 - q^2) eps_hat``, standard
     deviation ``q``, where ``x0_hat = x - s v`` and ``eps_hat = x + (1 - s) v``. ``eta`` in [0, 1].
+    The noise level is exact at any step size where ``x0_hat`` is the true image; elsewhere a step with
+    ``eta`` held fixed keeps the ODE's marginal only as ``eta**2`` shrinks with the step.
     """
     x, v = _working(x), _working(v)
     s, s_next = _scalar(sigma, x), _scalar(sigma_next, x)
