@@ -1,0 +1,43 @@
+# make demo   align the bundled model in minutes; the report's path is printed at the end
+# make test   lint, types and tests
+# make bench  the cost of a rollout against the naive schedule
+# Any of them first makes .venv and installs into it; a later call finds that done.
+# On Linux, pip's own choice of torch may be a CUDA build of several GB; where a CPU build is wanted,
+# tell pip where to find it through its usual environment variables before the first call.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
+# Further words for the demo's command, as in: make demo ARGS="name=second train.iterations=20"
+ARGS ?=
+
+.PHONY: demo test bench
+.DELETE_ON_ERROR:
+
+demo: $(VENV)/.installed-report
+	$(BIN)/flowcredit train recipes/shapes_g2rpo.yaml $(ARGS)
+
+test: $(VENV)/.installed-dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/python -m pytest -q
+
+bench: $(VENV)/.installed-report
+	$(BIN)/python benchmarks/rollout.py
+
+$(VENV)/.installed-report: pyproject.toml constraints.txt | $(BIN)/python
+	@echo "Installing flowcredit and its dependencies into $(VENV) (about 1.5 GB with a CPU torch; a minute or two) ..."
+	@$(PIP) --editable '.[report]'
+	@touch $@
+
+$(VENV)/.installed-dev: pyproject.toml constraints.txt | $(BIN)/python
+	@echo "Installing flowcredit and its development tools into $(VENV) (about 1.5 GB with a CPU torch; a minute or two) ..."
+	@$(PIP) --editable '.[dev,report]'
+	@touch $@ $(VENV)/.installed-report
+
+$(BIN)/python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || { \
+	  echo "flowcredit needs Python 3.11 or newer, and '$(PYTHON)' is $$($(PYTHON) --version 2>&1 || true): name another with PYTHON=, e.g. make PYTHON=python3.12 $(MAKECMDGOALS)" >&2; exit 1; }
+	@$(PYTHON) -m venv $(VENV) || { rm -rf $(VENV); exit 1; }

@@ -1,0 +1,304 @@
+"""Recipes in and out: a YAML file and overrides to settings, settings to YAML, and what differs."""
+
+import difflib
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar, get_args
+
+from pydantic import ValidationError
+from pydantic.fields import FieldInfo
+from pydantic_core import ErrorDetails
+
+from flowcredit.config import Recipe, Section
+from flowcredit.errors import InputError
+from flowcredit.text_file import read_text
+from flowcredit.yaml_lines import Path as KeyPath
+from flowcredit.yaml_lines import dump_yaml, parse_yaml
+
+Settings = TypeVar("Settings", bound=Section)
+
+# What pydantic found wrong, as the end of "expected ...".
+_EXPECTED = {
+    "greater_than": "more than {gt}",
+    "greater_than_equal": "at least {ge}",
+    "less_than": "less than {lt}",
+    "less_than_equal": "at most {le}",
+    "finite_number": "a finite number",
+    "int_type": "a whole number",
+    "float_type": "a number",
+    "bool_type": "true or false",
+    "string_type": "a text",
+    "string_too_short": "a text that is not empty",
+    "string_too_long": "at most {max_length} characters",
+    "string_pattern_mismatch": "a text that matches {pattern}",
+    "literal_error": "{expected}",
+    "union_tag_invalid": "{expected_tags}",
+    "tuple_type": "a list",
+    "too_short": "at least {min_length} in the list",
+    "too_long": "at most {max_length} in the list",
+    "dict_type": "names with values below it",
+    "model_type": "settings below it",
+    "model_attributes_type": "settings below it",
+}
+
+
+@dataclass(frozen=True)
+class Change:
+    """A setting whose value differs between two recipes."""
+
+    setting: str
+    before: Any
+    after: Any
+
+    def __str__(self) -> str:
+        return f"{self.setting}: {_show(self.before)} -> {_show(self.after)}"
+
+
+@dataclass(frozen=True)
+class SettingInfo:
+    """What a reader needs to know of a setting; ``default`` is as in YAML, None if it is required."""
+
+    setting: str
+    default: str | None
+    description: str
+
+
+def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
+    """Reads a recipe, changes it by ``overrides`` ("train.learning_rate=1e-5") and checks all of it.
+
+    Raises InputError, one line, with file and line or with the override at fault.
+    """
+    return load_settings(Recipe, path, overrides)
+
+
+def load_settings(kind: type[Settings], path: str | Path, overrides: Sequence[str] = ()) -> Settings:
+    """``load_recipe`` for any tree of sections."""
+    source = str(path)
+    located = parse_yaml(read_text(Path(path), "a recipe in YAML"), source)
+    data = located.value
+    if not isinstance(data, dict):
+        found = "nothing" if data is None else _show(data)
+        raise InputError(f"{source}: holds {found}; expected a recipe: names with values, as `name: my_run`")
+    places = {key_path: f"{source}:{line}" for key_path, line in located.lines.items()}
+    for override in overrides:
+        _apply(data, places, override)
+    try:
+        # Through JSON, because only there strict checking takes a list for a tuple.
+        return kind.model_validate_json(json.dumps(data), strict=True)
+    except ValidationError as error:
+        raise InputError(_first_problem(kind, error, data, places, source)) from None
+
+
+def dump_recipe(recipe: Recipe) -> str:
+    """The recipe with every default written out, as YAML that ``load_recipe`` reads to an equal recipe."""
+    return dump_yaml(recipe.model_dump(mode="json"))
+
+
+def recipe_diff(a: Recipe, b: Recipe) -> list[Change]:
+    """The settings in which ``b`` differs from ``a``, in the order of the recipe."""
+    before, after = dict(_leaves(a.model_dump())), dict(_leaves(b.model_dump()))
+    return [
+        Change(setting, before.get(setting), after.get(setting))
+        for setting in {**before, **after}
+        if before.get(setting) != after.get(setting)
+    ]
+
+
+def list_settings(kind: type[Section] = Recipe) -> list[SettingInfo]:
+    """Every setting below ``kind``, those in lists of sections as ``rewards.0.weight``."""
+    return [
+        SettingInfo(
+            name,
+            None if field.is_required() else _show(field.get_default(call_default_factory=True)),
+            " ".join((field.description or "").split()),
+        )
+        for name, field in _fields(kind)
+    ]
+
+
+def read_noise_table(path: str | Path) -> tuple[float, ...]:
+    """The noise level of each grid step from a file with one list of numbers, in YAML or JSON.
+
+    Raises InputError. How many levels a grid needs is checked where the levels are used.
+    """
+    source = str(path)
+    located = parse_yaml(read_text(Path(path), "a table of noise levels"), source)
+    if not isinstance(located.value, list) or not located.value:
+        raise InputError(
+            f"{source}: holds {_show(located.value)}; expected a list with a level for each grid step"
+        )
+    for place, level in enumerate(located.value):
+        if isinstance(level, bool) or not isinstance(level, int | float) or not 0 <= level < float("inf"):
+            where = f"{source}:{located.lines[(place,)]}"
+            raise InputError(
+                f"{where}: level {place} is {_show(level)}; expected a finite number, at least 0"
+            )
+    return tuple(float(level) for level in located.value)
+
+
+def _apply(data: dict[str, Any], places: dict[KeyPath, str], override: str) -> None:
+    """Sets one value in ``data``; whether its name is known is for the check of the whole to say."""
+    label = f"override '{override}'"
+    name, equals, text = override.partition("=")
+    keys = name.strip().split(".")
+    if not equals or not all(keys):
+        raise InputError(f"{label}: expected setting=value, such as train.learning_rate=1e-5")
+    parsed = parse_yaml(text, label)
+    target: Any = data
+    path: KeyPath = ()
+    for depth, key in enumerate(keys):
+        last = depth == len(keys) - 1
+        step: str | int = key
+        if isinstance(target, list):
+            step = _list_index(target, key, ".".join(keys[:depth]), label)
+        elif not isinstance(target, dict):
+            raise InputError(f"{label}: '{'.'.join(keys[:depth])}' is {_show(target)} and holds no '{key}'")
+        path = (*path, step)
+        if last:
+            target[step] = parsed.value
+        else:
+            below = target.get(step) if isinstance(target, dict) else target[step]
+            if below is None or isinstance(below, str):
+                # A name alone stands for a section; where it does not, the check of the whole says so.
+                below = target[step] = {} if below is None else {"name": below}
+            target = below
+    for known in [known for known in places if known[: len(path)] == path]:
+        del places[known]
+    places[path] = label
+
+
+def _list_index(target: list[Any], key: str, name: str, label: str) -> int:
+    if key.isascii() and key.isdigit() and int(key) < len(target):
+        return int(key)
+    known = f"0 to {len(target) - 1}" if target else "none, it is empty"
+    raise InputError(f"{label}: '{key}' is no place in the list '{name}'; its places: {known}")
+
+
+def _first_problem(
+    kind: type[Section], error: ValidationError, data: Any, places: dict[KeyPath, str], source: str
+) -> str:
+    problems: dict[KeyPath, list[ErrorDetails]] = {}
+    for detail in error.errors(include_url=False):
+        problems.setdefault(_real_path(detail, data), []).append(detail)
+    # Where a part of a value is wrong, what pydantic says of the whole adds nothing.
+    paths = [p for p in problems if not any(q[: len(p)] == p and q != p for q in problems)]
+    path = paths[0]
+    where = next((places[path[:n]] for n in range(len(path), -1, -1) if path[:n] in places), source)
+    others = f" (and {len(paths) - 1} more)" if len(paths) > 1 else ""
+    return f"{where}: {_sentence(kind, path, problems[path], data)}{others}"
+
+
+def _real_path(detail: ErrorDetails, data: Any) -> KeyPath:
+    """The error's place in the data: without the names of union members that pydantic puts between."""
+    path: list[str | int] = []
+    for place, part in enumerate(detail["loc"]):
+        is_key = isinstance(data, dict) and part in data
+        if is_key or (isinstance(data, list) and isinstance(part, int) and part < len(data)):
+            data = data[part]
+            path.append(part)
+        elif detail["type"] == "missing" and place == len(detail["loc"]) - 1:
+            path.append(part)
+    if detail["type"] == "cross_check":
+        setting: str = detail["ctx"]["setting"]
+        path += [int(part) if part.isdigit() else part for part in setting.split(".")]
+    return tuple(path)
+
+
+def _sentence(kind: type[Section], path: KeyPath, details: list[ErrorDetails], data: Any) -> str:
+    name = _dotted(path)
+    detail = details[0]
+    if detail["type"] == "extra_forbidden":
+        return f"unknown setting '{name}'; {_nearest_setting(kind, path, data)}"
+    if detail["type"] == "missing":
+        return f"the setting '{name}' is required and missing"
+    if detail["type"] == "cross_check":
+        return f"{name}: {detail['msg']}"
+    expected = [
+        _EXPECTED[each["type"]].format(**each.get("ctx", {})) if each["type"] in _EXPECTED else each["msg"]
+        for each in details
+    ]
+    sentence = f"{name} is {_show(detail['input'])}; expected {' or '.join(dict.fromkeys(expected))}"
+    if detail["type"] in ("literal_error", "union_tag_invalid") and len(details) == 1:
+        choices = [choice.strip(" '") for choice in expected[0].replace(" or ", ",").split(",")]
+        close = difflib.get_close_matches(str(detail["input"]), choices, n=1, cutoff=0.5)
+        sentence += f"; did you mean '{close[0]}'?" if close and len(choices) > 1 else ""
+    return sentence
+
+
+def _nearest_setting(kind: type[Section], path: KeyPath, data: Any) -> str:
+    """What to write in place of an unknown name: its neighbour first, else the like anywhere, else all."""
+    wanted = str(path[-1])
+    here = _section_at(kind, path[:-1], data)
+    prefix = [str(part) for part in path[:-1]]
+    if close := difflib.get_close_matches(wanted, list(here.model_fields), n=1, cutoff=0.6):
+        return f"did you mean '{'.'.join([*prefix, close[0]])}'?"
+    everywhere = {name: name.rsplit(".", 1)[-1] for name, _ in _fields(kind)}
+    if wanted in everywhere:
+        return f"in a file, each dot is a level: {wanted.replace('.', ': {')}: ...{'}' * wanted.count('.')}"
+    close = difflib.get_close_matches(wanted, list(everywhere.values()), n=1, cutoff=0.75)
+    if close:
+        full = next(name for name, last in everywhere.items() if last == close[0])
+        return f"did you mean '{full}'?"
+    return f"known here: {', '.join(here.model_fields)}"
+
+
+def _section_at(kind: type[Section], path: KeyPath, data: Any) -> type[Section]:
+    """The class of settings at ``path``; where several may stand, the one that the data's ``name`` means."""
+    for part in path:
+        data = data[part]
+        if isinstance(part, int):
+            continue
+        choices = _sections(kind.model_fields[part].annotation)
+        named = data.get("name") if isinstance(data, dict) else None
+        kind = next((each for each in choices if _default_name(each) == named), choices[0])
+    return kind
+
+
+def _default_name(kind: type[Section]) -> Any:
+    return kind.model_fields["name"].default if "name" in kind.model_fields else None
+
+
+def _fields(kind: type[Section], prefix: str = "") -> Iterator[tuple[str, FieldInfo]]:
+    for name, field in kind.model_fields.items():
+        below = _sections(field.annotation)
+        if not below:
+            yield prefix + name, field
+        in_list = bool(below) and field.annotation not in below and _is_tuple(field.annotation)
+        for section in below:
+            yield from _fields(section, f"{prefix}{name}.{'0.' if in_list else ''}")
+
+
+def _is_tuple(annotation: Any) -> bool:
+    return getattr(annotation, "__origin__", None) is tuple
+
+
+def _sections(annotation: Any) -> list[type[Section]]:
+    """The section classes inside an annotation such as ``tuple[Annotated[A | B, ...], ...]``."""
+    if isinstance(annotation, type) and issubclass(annotation, Section):
+        return [annotation]
+    return [section for part in get_args(annotation) for section in _sections(part)]
+
+
+def _leaves(value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Dotted names and values; lists of plain values stay whole."""
+    if isinstance(value, dict) and value:
+        items: Any = value.items()
+    elif isinstance(value, tuple | list) and any(isinstance(item, dict) for item in value):
+        items = enumerate(value)
+    else:
+        yield prefix, value
+        return
+    for key, item in items:
+        yield from _leaves(item, f"{prefix}.{key}" if prefix else str(key))
+
+
+def _dotted(path: KeyPath) -> str:
+    return ".".join(str(part) for part in path)
+
+
+def _show(value: Any) -> str:
+    """A value as it would be written in a recipe, cut where it is long."""
+    text = json.dumps(value, ensure_ascii=False, default=list)
+    return text if len(text) <= 60 else f"{text[:57]}..."

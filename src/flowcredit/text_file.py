@@ -1,0 +1,34 @@
+"""Reading a user's text file: UTF-8 with or without a byte order mark, any line ending."""
+
+from pathlib import Path
+
+from flowcredit.errors import InputError
+
+
+def read_text(path: Path, what: str) -> str:
+    """The text of ``path`` with line feeds only; ``what`` names the file's part in the messages.
+
+    Raises InputError: the file is missing, is a folder, cannot be read, or is not UTF-8 (with its first
+    bad line and the command that converts it).
+    """
+    if path.is_dir():
+        raise InputError(f"{path}: is a folder; expected {what}, a file")
+    try:
+        raw = path.read_bytes()
+    except FileNotFoundError:
+        raise InputError(
+            f"{path}: no such file; expected {what} (paths are relative to {Path.cwd()})"
+        ) from None
+    except OSError as error:
+        raise InputError(f"{path}: cannot be read ({error.strerror}); expected {what}") from None
+    try:
+        text = raw.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        # The decoder counts from behind the byte order mark where there is one, which holds no line feed.
+        line = error.object[: error.start].count(b"\n") + 1
+        encoding = "UTF-16" if raw[:2] in (b"\xff\xfe", b"\xfe\xff") else "LATIN1"
+        raise InputError(
+            f"{path}:{line}: not UTF-8 (byte 0x{error.object[error.start]:02x}); if the file is {encoding}, "
+            f"convert it with: iconv -f {encoding} -t UTF-8 {path} > {path.stem}.utf8{path.suffix}"
+        ) from None
+    return text.replace("\r\n", "\n").replace("\r", "\n")

@@ -1,0 +1,118 @@
+"""YAML that remembers its lines: the 1.2 core schema, no repeated keys, nothing executed.
+
+PyYAML follows YAML 1.1, where ``1e-5`` is a text and ``no`` is false; a recipe needs neither surprise.
+"""
+
+import re
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import yaml
+
+from flowcredit.errors import InputError
+
+Path = tuple[str | int, ...]
+"""Keys and list indices from the root."""
+
+_NULL = re.compile(r"^(~|null|Null|NULL|)$")
+_BOOL = re.compile(r"^(true|True|TRUE|false|False|FALSE)$")
+_INT = re.compile(r"^[-+]?[0-9]+$")
+_FLOAT = re.compile(
+    r"^([-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN))$"
+)
+
+
+class _Loader(yaml.SafeLoader):
+    yaml_implicit_resolvers: ClassVar[dict[str, list[tuple[str, re.Pattern[str]]]]] = {}
+
+
+class _Dumper(yaml.SafeDumper):
+    """Quotes what either version of YAML would not read as a text; short lists stand on one line."""
+
+    def represent_sequence(
+        self, tag: str, sequence: Any, flow_style: bool | None = None
+    ) -> yaml.SequenceNode:
+        inline = not any(isinstance(item, dict | list | tuple) for item in sequence)
+        return super().represent_sequence(tag, sequence, flow_style=inline)
+
+
+for _tag, _pattern, _first in (
+    ("null", _NULL, ["~", "n", "N", ""]),
+    ("bool", _BOOL, list("tTfF")),
+    ("int", _INT, list("-+0123456789")),
+    ("float", _FLOAT, list("-+.0123456789")),
+):
+    _Loader.add_implicit_resolver(f"tag:yaml.org,2002:{_tag}", _pattern, _first)
+    _Dumper.add_implicit_resolver(f"tag:yaml.org,2002:{_tag}", _pattern, _first)
+
+
+@dataclass(frozen=True)
+class Located:
+    """A value of dicts, lists and scalars, and the line (from 1) on which each part of it stands."""
+
+    value: Any
+    lines: dict[Path, int]
+
+
+def parse_yaml(text: str, source: str) -> Located:
+    """Reads one YAML document; ``source`` names it in errors (InputError, "source:line: ...")."""
+    try:
+        root = yaml.compose(text, Loader=_Loader)
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        line = f":{mark.line + 1}" if mark else ""
+        why = " ".join(part for part in (error.context, error.problem) if part)
+        raise InputError(f"{source}{line}: not valid YAML: {why}") from None
+    except yaml.YAMLError as error:
+        raise InputError(f"{source}: not valid YAML: {' '.join(str(error).split())}") from None
+    lines: dict[Path, int] = {}
+    value = None if root is None else _build(root, (), lines, source)
+    return Located(value, lines)
+
+
+def dump_yaml(value: Any) -> str:
+    """Block YAML in the order of ``value``; ``parse_yaml`` gives the same value back."""
+    return yaml.dump(value, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=100)
+
+
+def _build(node: yaml.Node, path: Path, lines: dict[Path, int], source: str) -> Any:
+    lines.setdefault(path, node.start_mark.line + 1)
+    if isinstance(node, yaml.ScalarNode):
+        return _scalar(node, source)
+    if isinstance(node, yaml.SequenceNode):
+        return [_build(item, (*path, place), lines, source) for place, item in enumerate(node.value)]
+    assert isinstance(node, yaml.MappingNode)
+    mapping: dict[str, Any] = {}
+    for key_node, value_node in node.value:
+        line = key_node.start_mark.line + 1
+        key = _scalar(key_node, source) if isinstance(key_node, yaml.ScalarNode) else None
+        if not isinstance(key, str):
+            raise InputError(
+                f"{source}:{line}: a name must be a text, got {key_node.value!r}; put it in quotes"
+            )
+        if key in mapping:
+            first = lines[(*path, key)]
+            raise InputError(
+                f"{source}:{line}: '{key}' stands here again after line {first}; keep one of them"
+            )
+        lines[(*path, key)] = line
+        mapping[key] = _build(value_node, (*path, key), lines, source)
+    return mapping
+
+
+def _scalar(node: yaml.ScalarNode, source: str) -> Any:
+    text: str = node.value
+    match node.tag.removeprefix("tag:yaml.org,2002:"):
+        case "str":
+            return text
+        case "null":
+            return None
+        case "bool":
+            return text.lower() == "true"
+        case "int":
+            return int(text)
+        case "float":
+            return float(text.lower().replace(".inf", "inf").replace(".nan", "nan"))
+        case tag:
+            line = node.start_mark.line + 1
+            raise InputError(f"{source}:{line}: the YAML tag '{tag}' is not read; write a plain value")
