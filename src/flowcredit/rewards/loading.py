@@ -1,0 +1,198 @@
+"""A reward by its registered name, or one's own by ``module:attribute``."""
+
+import difflib
+import functools
+import importlib
+import inspect
+import os
+import sys
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from flowcredit.errors import InputError
+from flowcredit.interfaces import Reward
+from flowcredit.scoring import columns_of
+
+Options = Mapping[str, Any]
+
+
+def load_reward(name: str, options: Options, device: torch.device | str) -> Reward:
+    """Make the reward that a recipe names.
+
+    Args:
+        name: a registered name (`reward_names`), or ``module:attribute``. The module is looked up on the
+            import path and in the current folder. The attribute is a function, or a class whose instances
+            are called; it takes ``images`` [B, 3, H, W] float32 in [0, 1], ``prompts`` and any columns of
+            the prompt file as keyword arguments and returns B numbers, None for an image without a score.
+        options: settings of the reward: of a registered one, those of its file; of a function, keyword
+            arguments bound to it (no longer columns, then); of a class, arguments of its constructor,
+            which also gets ``device`` if it has a parameter of that name.
+        device: where the reward computes.
+
+    Raises:
+        InputError: an unknown name, a module or attribute that cannot be imported or called, an option
+            that the reward does not have.
+    """
+    where = torch.device(device)
+    if name in _REGISTERED:
+        return _REGISTERED[name](options, where)
+    if ":" in name:
+        return _load_own(name, options, where)
+    raise InputError(
+        f"unknown reward {name!r}{_nearest(name, _REGISTERED)}; known are {', '.join(reward_names())}, "
+        "or 'module:attribute' for one of your own"
+    )
+
+
+def reward_names() -> tuple[str, ...]:
+    """The registered rewards."""
+    return tuple(sorted(_REGISTERED))
+
+
+def required_columns(reward: Reward) -> tuple[str, ...]:
+    """The columns that the prompt file must have: the parameters without a default in the signature."""
+    return columns_of(reward).required
+
+
+def take_options(reward: str, options: Options, known: Collection[str]) -> Options:
+    """The options, if all of them are known; InputError naming the nearest known one otherwise."""
+    for option in options:
+        if option not in known:
+            expected = f"its options are {', '.join(sorted(known))}" if known else "it has no options"
+            raise InputError(
+                f"reward {reward!r}: unknown option {option!r}{_nearest(option, known)}; {expected}"
+            )
+    return options
+
+
+def _shapes(exact: bool, name: str) -> Callable[[Options, torch.device], Reward]:
+    def build(options: Options, device: torch.device) -> Reward:
+        from flowcredit.rewards.shapes import ShapesReward
+
+        take_options(name, options, ())
+        return cast(Reward, ShapesReward(exact=exact))
+
+    return build
+
+
+def _clip(options: Options, device: torch.device) -> Reward:
+    from flowcredit.rewards.clip import load_clip_score
+
+    known = take_options("clip", options, ("path",))
+    if not isinstance(known.get("path"), str):
+        raise InputError(
+            "reward 'clip' needs the option 'path': the folder of a transformers CLIPModel, or "
+            "'bundled:shapes-clip'"
+        )
+    return cast(Reward, load_clip_score(known["path"], device))
+
+
+_REGISTERED: Mapping[str, Callable[[Options, torch.device], Reward]] = {
+    "shapes": _shapes(exact=False, name="shapes"),
+    "shapes_exact": _shapes(exact=True, name="shapes_exact"),
+    "clip": _clip,
+}
+
+
+def _load_own(name: str, options: Options, device: torch.device) -> Reward:
+    found = _import(name)
+    if isinstance(found, type):
+        parameters = _parameters(name, found)
+        given = {"device": device, **options} if "device" in parameters else dict(options)
+        _check_options(name, given, parameters)
+        try:
+            found = found(**given)
+        except Exception as error:
+            raise InputError(f"reward {name!r}: making it raised {type(error).__name__}: {error}") from error
+        options = {}
+    if not callable(found):
+        raise InputError(
+            f"reward {name!r} is a {type(found).__name__} that cannot be called; expected a function of "
+            "images, prompts and columns"
+        )
+    parameters = _parameters(name, found)
+    _check_options(name, options, parameters)
+    _check_arguments(name, parameters)
+    return cast(Reward, _bind(found, options) if options else found)
+
+
+def _import(name: str) -> Any:
+    module_name, _, attribute = name.partition(":")
+    if not all(part.isidentifier() for part in (*module_name.split("."), attribute)):
+        raise InputError(
+            f"reward {name!r}: expected 'module:attribute' with the module's dotted name, such as "
+            "'my_rewards:brightness' for the function brightness in my_rewards.py"
+        )
+    # A console script does not see the folder it is run from, where a user's own module usually lies.
+    if os.getcwd() not in sys.path and "" not in sys.path:
+        sys.path.append(os.getcwd())
+    try:
+        module = importlib.import_module(module_name)
+    except Exception as error:
+        raise InputError(
+            f"reward {name!r}: importing {module_name!r} raised {type(error).__name__}: {error}; expected a "
+            "module on the import path or in the current folder"
+        ) from error
+    members = vars(module)
+    if attribute not in members:
+        public = [member for member in members if not member.startswith("_")]
+        raise InputError(
+            f"reward {name!r}: module {module_name!r} ({module.__file__}) has no {attribute!r}"
+            f"{_nearest(attribute, public)}"
+        )
+    return members[attribute]
+
+
+def _parameters(name: str, function: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
+    try:
+        return inspect.signature(function).parameters
+    except (TypeError, ValueError) as error:
+        raise InputError(
+            f"reward {name!r}: its parameters cannot be read ({error}); wrap it in a Python function of "
+            "images, prompts and columns"
+        ) from error
+
+
+def _check_options(name: str, options: Options, parameters: Mapping[str, inspect.Parameter]) -> None:
+    if any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values()):
+        return
+    take_options(name, options, [known for known in parameters if known not in ("images", "prompts")])
+
+
+def _check_arguments(name: str, parameters: Mapping[str, inspect.Parameter]) -> None:
+    kinds = inspect.Parameter
+    positional = [p.name for p in parameters.values() if p.kind is kinds.POSITIONAL_ONLY]
+    if positional:
+        raise InputError(
+            f"reward {name!r}: the parameter {positional[0]!r} is positional-only; images, prompts and "
+            "columns are passed by name"
+        )
+    if any(p.kind is kinds.VAR_KEYWORD for p in parameters.values()):
+        return
+    for expected in ("images", "prompts"):
+        if expected not in parameters:
+            raise InputError(
+                f"reward {name!r} takes {', '.join(parameters) or 'nothing'}; expected the parameters images "
+                f"and prompts, then the columns that it needs: {expected!r} is missing"
+            )
+
+
+def _bind(function: Callable[..., Any], options: Options) -> Callable[..., Any]:
+    """The function with its options filled in; its signature shows what is left, the columns."""
+    signature = inspect.signature(function)
+
+    @functools.wraps(function)
+    def reward(images: Tensor, prompts: Sequence[str], **columns: Sequence[Any]) -> Any:
+        return function(images=images, prompts=prompts, **columns, **options)
+
+    left = [parameter for parameter in signature.parameters.values() if parameter.name not in options]
+    vars(reward)["__signature__"] = signature.replace(parameters=left)
+    return reward
+
+
+def _nearest(name: str, known: Collection[str]) -> str:
+    close = difflib.get_close_matches(name, known, n=1)
+    return f" (did you mean {close[0]!r}?)" if close else ""

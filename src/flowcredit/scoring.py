@@ -1,0 +1,358 @@
+"""Leaves to decoded images to rewards, in batches, and what happens when a reward fails.
+
+Axes: P prompts, W samples per prompt at a leaf, R rewards, N images, B images of one batch, *D latent
+dimensions. Scores are float32 on the CPU; NaN means "no score", and nothing here ever writes a 0 for it.
+"""
+
+import inspect
+import traceback
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from concurrent.futures import Future, wait
+from dataclasses import dataclass, field
+from pathlib import Path
+from threading import Thread
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from flowcredit.errors import InputError
+from flowcredit.interfaces import FlowModel, Reward
+
+OnError = Literal["stop", "skip"]
+
+
+class RewardError(InputError):
+    """A reward that raised, hung, or returned something that is not one number per image."""
+
+
+@dataclass(frozen=True)
+class Columns:
+    """The columns of the prompt file that a reward declares by the parameters of its signature."""
+
+    required: tuple[str, ...]
+    optional: tuple[str, ...]
+    every: bool
+    """True for a reward with ``**columns``: it receives every column there is."""
+
+    def choose(self, columns: Mapping[str, Sequence[Any]]) -> dict[str, Sequence[Any]]:
+        """The columns, of those present, that the reward takes."""
+        declared = {*self.required, *self.optional}
+        return {name: values for name, values in columns.items() if self.every or name in declared}
+
+
+@dataclass(frozen=True)
+class ScoreCounts:
+    """What scoring cost and what came out of it."""
+
+    decodes: int
+    """Latents decoded to images."""
+    reward_calls: int
+    """Images times rewards: how many scores were asked for."""
+    missing: Mapping[str, int] = field(default_factory=dict)
+    """Per reward, the images left without a score (NaN or None returned, or a failure skipped)."""
+    failed: Mapping[str, int] = field(default_factory=dict)
+    """Per reward, those of the missing that are failures: an exception, a time-out, an infinite score."""
+
+
+@dataclass(frozen=True)
+class _Policy:
+    on_error: OnError
+    timeout_s: float | None
+
+
+@dataclass(frozen=True)
+class _Batch:
+    images: Tensor
+    prompts: Sequence[str]
+    columns: Mapping[str, Sequence[Any]]
+
+    def __len__(self) -> int:
+        return len(self.prompts)
+
+    def only(self, rows: slice) -> "_Batch":
+        columns = {name: values[rows] for name, values in self.columns.items()}
+        return _Batch(self.images[rows], self.prompts[rows], columns)
+
+
+def columns_of(reward: Reward) -> Columns:
+    """Read the columns a reward needs from its signature: every parameter but ``images`` and ``prompts``.
+
+    A parameter without a default is a required column, one with a default an optional column.
+    """
+    kinds = inspect.Parameter
+    named = [
+        parameter
+        for parameter in inspect.signature(reward).parameters.values()
+        if parameter.name not in ("images", "prompts")
+        and parameter.kind not in (kinds.VAR_KEYWORD, kinds.VAR_POSITIONAL)
+    ]
+    every = any(p.kind is kinds.VAR_KEYWORD for p in inspect.signature(reward).parameters.values())
+    return Columns(
+        required=tuple(p.name for p in named if p.default is kinds.empty),
+        optional=tuple(p.name for p in named if p.default is not kinds.empty),
+        every=every,
+    )
+
+
+def check_columns(rewards: Mapping[str, Reward], available: Collection[str], source: str) -> None:
+    """Refuse, before anything runs, prompts that lack a column which a reward needs.
+
+    Args:
+        available: the names of the prompt file's columns, the prompt itself left out.
+        source: the prompt file, as the message shall name it.
+
+    Raises:
+        InputError: names the reward, the missing column and the columns that the file has.
+    """
+    for name, reward in rewards.items():
+        missing = [column for column in columns_of(reward).required if column not in available]
+        if missing:
+            has = ", ".join(["prompt", *sorted(set(available) - {"prompt"})])
+            needs = " and ".join(repr(column) for column in missing)
+            raise InputError(
+                f"{source}: reward {name!r} needs the column {needs}, but the columns here are: {has}; "
+                "add the column to every line of the prompt file, or leave the reward out"
+            )
+
+
+def score_images(
+    rewards: Mapping[str, Reward],
+    images: Tensor,
+    prompts: Sequence[str],
+    columns: Mapping[str, Sequence[Any]],
+    *,
+    batch_size: int,
+    on_error: OnError = "stop",
+    timeout_s: float | None = None,
+) -> Tensor:
+    """Score images with every reward, ``batch_size`` images a call.
+
+    Args:
+        rewards: R rewards by name.
+        images: [N, 3, H, W] float32 in [0, 1].
+        prompts: N prompts, one for each image.
+        columns: further columns, N values each; a reward receives those that its signature names.
+        on_error: what an exception, a time-out or an infinite score does: "stop" raises, "skip" leaves
+            the image without a score. A batch that raises is scored again one image at a time, so that
+            only the images at fault are lost.
+        timeout_s: seconds that one call of a reward may take; None waits for ever. A call that hangs is
+            abandoned in a daemon thread, since Python cannot end it.
+
+    Returns:
+        [R, N] float32 on the CPU, rewards in the order of the mapping; NaN where there is no score.
+
+    Raises:
+        RewardError: a failure under "stop"; under either, a reward that does not return N numbers.
+    """
+    _check_rows(images, prompts, columns)
+    policy = _Policy(on_error, timeout_s)
+    whole = _Batch(images, prompts, columns)
+    parts = [_score_batch(rewards, whole.only(rows), policy)[0] for rows in _batches(len(whole), batch_size)]
+    return torch.cat(parts, dim=1) if parts else torch.empty(len(rewards), 0)
+
+
+def score_leaves(
+    model: FlowModel,
+    leaves: Mapping[int, Tensor],
+    prompts: Sequence[str],
+    columns: Mapping[str, Sequence[Any]],
+    rewards: Mapping[str, Reward],
+    *,
+    batch_size: int,
+    on_error: OnError = "stop",
+    timeout_s: float | None = None,
+) -> tuple[dict[int, Tensor], ScoreCounts]:
+    """Decode the leaves of a rollout and score them; the images of one batch at a time are in memory.
+
+    Segments that end in the same leaf hold the same tensor: it is decoded and scored once.
+
+    Args:
+        leaves: scored segment -> [P, W, *D] states at sigma 0.
+        prompts: P prompts; sample w of prompt p is scored with prompt p and its columns.
+        columns: further columns of the prompt file, P values each.
+        batch_size: images decoded and scored together.
+        on_error, timeout_s: as in `score_images`.
+
+    Returns:
+        Scored segment -> [R, P, W] float32 on the CPU, and the counts.
+
+    Raises:
+        RewardError: as in `score_images`.
+        InputError: the model decodes to NaN or infinity (the training has diverged).
+    """
+    policy = _Policy(on_error, timeout_s)
+    distinct = {_memory(leaf): leaf for leaf in leaves.values()}
+    owners = [
+        prompt for leaf in distinct.values() for prompt in range(leaf.shape[0]) for _ in range(leaf.shape[1])
+    ]
+    rows = [row for leaf in distinct.values() for row in leaf.flatten(0, 1)]
+    for name, values in {"prompts": prompts, **columns}.items():
+        for leaf in distinct.values():
+            if len(leaf) != len(values):
+                raise ValueError(f"got {len(values)} {name} for leaves of {len(leaf)} prompts")
+    scores = torch.full((len(rewards), len(rows)), torch.nan)
+    failed = torch.zeros(len(rewards), dtype=torch.int64)
+    for part in _batches(len(rows), batch_size):
+        images = _decode(model, torch.stack(rows[part]))
+        of = owners[part]
+        batch = _Batch(
+            images,
+            [prompts[p] for p in of],
+            {name: [values[p] for p in of] for name, values in columns.items()},
+        )
+        scores[:, part], failures = _score_batch(rewards, batch, policy)
+        failed += failures
+    counts = ScoreCounts(
+        decodes=len(rows),
+        reward_calls=len(rows) * len(rewards),
+        missing=_by_reward(rewards, scores.isnan().sum(dim=1)),
+        failed=_by_reward(rewards, failed),
+    )
+    sizes = [leaf.shape[0] * leaf.shape[1] for leaf in distinct.values()]
+    of_memory = dict(zip(distinct, scores.split(sizes, dim=1), strict=True))
+    return {
+        segment: of_memory[_memory(leaf)].reshape(len(rewards), *leaf.shape[:2])
+        for segment, leaf in leaves.items()
+    }, counts
+
+
+def _by_reward(rewards: Mapping[str, Reward], counts: Tensor) -> dict[str, int]:
+    return dict(zip(rewards, (int(count) for count in counts), strict=True))
+
+
+def _memory(leaf: Tensor) -> tuple[Any, ...]:
+    return leaf.data_ptr(), leaf.shape, leaf.stride(), leaf.dtype
+
+
+def _decode(model: FlowModel, rows: Tensor) -> Tensor:
+    images = model.decode(rows.to(model.device, torch.float32))
+    if not images.isfinite().all():
+        raise InputError(
+            f"{int((~images.isfinite()).flatten(1).any(dim=1).sum())} of {len(images)} decoded images "
+            "contain NaN or infinity: the training has diverged; go back to an earlier checkpoint and lower "
+            "the learning rate"
+        )
+    return images
+
+
+def _batches(total: int, batch_size: int) -> Iterator[slice]:
+    if batch_size < 1:
+        raise ValueError(f"batch_size is {batch_size}, expected at least 1")
+    return (slice(start, min(start + batch_size, total)) for start in range(0, total, batch_size))
+
+
+def _check_rows(images: Tensor, prompts: Sequence[str], columns: Mapping[str, Sequence[Any]]) -> None:
+    for name, values in {"prompts": prompts, **columns}.items():
+        if len(values) != len(images):
+            raise ValueError(f"got {len(values)} {name} for {len(images)} images; expected one for each")
+
+
+def _score_batch(rewards: Mapping[str, Reward], batch: _Batch, policy: _Policy) -> tuple[Tensor, Tensor]:
+    """[R, B] scores and [R] numbers of failures among them."""
+    results = [_score(name, reward, batch, policy) for name, reward in rewards.items()]
+    if not results:
+        return torch.empty(0, len(batch)), torch.zeros(0, dtype=torch.int64)
+    return torch.stack([scores for scores, _ in results]), torch.tensor([failures for _, failures in results])
+
+
+def _score(name: str, reward: Reward, batch: _Batch, policy: _Policy) -> tuple[Tensor, int]:
+    try:
+        scores = _call(name, reward, batch, policy.timeout_s)
+    except RewardError:
+        raise
+    except _Hung as hung:
+        if policy.on_error == "stop":
+            raise _failure(name, batch, str(hung)) from None
+        return torch.full((len(batch),), torch.nan), len(batch)
+    except Exception as cause:
+        if len(batch) > 1:
+            return _score_singly(name, reward, batch, policy, cause)
+        if policy.on_error == "stop":
+            raise _failure(name, batch, _describe(cause)) from cause
+        return torch.full((1,), torch.nan), 1
+    infinite = scores.isinf()
+    if infinite.any() and policy.on_error == "stop":
+        first = int(infinite.nonzero()[0, 0])
+        raise _failure(name, batch.only(slice(first, first + 1)), f"it returned {scores[first].item()}")
+    return scores.masked_fill(infinite, torch.nan), int(infinite.sum())
+
+
+def _score_singly(
+    name: str, reward: Reward, batch: _Batch, policy: _Policy, cause: Exception
+) -> tuple[Tensor, int]:
+    """Score the images of a batch that failed as a whole one by one, to find those at fault."""
+    results = [_score(name, reward, batch.only(rows), policy) for rows in _batches(len(batch), 1)]
+    if policy.on_error == "stop":
+        raise RewardError(
+            f"reward {name!r} fails on {len(batch)} images at once, though on none of them alone: "
+            f"{_describe(cause)}; score fewer images at a time"
+        ) from cause
+    return torch.cat([scores for scores, _ in results]), sum(failures for _, failures in results)
+
+
+def _call(name: str, reward: Reward, batch: _Batch, timeout_s: float | None) -> Tensor:
+    columns = columns_of(reward).choose(batch.columns)
+
+    def call() -> Any:
+        # The gradient mode belongs to a thread, and a reward may scale its images in place.
+        with torch.no_grad():
+            return reward(images=batch.images.clone(), prompts=list(batch.prompts), **columns)
+
+    return _as_scores(name, call() if timeout_s is None else _within(timeout_s, call), len(batch))
+
+
+class _Hung(Exception):
+    pass
+
+
+def _within(timeout_s: float, call: Callable[[], Any]) -> Any:
+    outcome: Future[Any] = Future()
+
+    def work() -> None:
+        try:
+            outcome.set_result(call())
+        except BaseException as error:
+            outcome.set_exception(error)
+
+    Thread(target=work, name="reward", daemon=True).start()
+    if not wait([outcome], timeout=timeout_s).done:
+        raise _Hung(f"no answer within {timeout_s:g} seconds")
+    return outcome.result()
+
+
+def _as_scores(name: str, result: Any, expected: int) -> Tensor:
+    """One float32 on the CPU for each image; None becomes NaN."""
+    if not isinstance(result, Tensor):
+        try:
+            result = torch.tensor([torch.nan if value is None else float(value) for value in result])
+        except (TypeError, ValueError) as error:
+            raise RewardError(
+                f"reward {name!r} returned a {type(result).__name__} that is no list of numbers ({error}); "
+                f"expected {expected} numbers, None for an image without a score"
+            ) from error
+    if result.ndim != 1:
+        raise RewardError(
+            f"reward {name!r} returned a tensor of shape {list(result.shape)}, expected [{expected}]: "
+            "one number for each image"
+        )
+    if len(result) != expected:
+        raise RewardError(
+            f"reward {name!r} returned {len(result)} scores for {expected} images; expected {expected}, "
+            "None or NaN for an image without a score"
+        )
+    return result.detach().to("cpu", torch.float32)
+
+
+def _failure(name: str, batch: _Batch, cause: str) -> RewardError:
+    more = f" (and {len(batch) - 1} more in its batch)" if len(batch) > 1 else ""
+    return RewardError(
+        f"reward {name!r} failed on the prompt {batch.prompts[0]!r}{more}: {cause}; mend the reward, or "
+        "choose on_error: skip to leave such images without a score"
+    )
+
+
+def _describe(cause: BaseException) -> str:
+    frames = traceback.extract_tb(cause.__traceback__)
+    where = f" ({Path(frames[-1].filename).name}, line {frames[-1].lineno})" if frames else ""
+    return f"{type(cause).__name__}: {cause}{where}"
