@@ -7,6 +7,7 @@ are known before anything is loaded.
 from dataclasses import dataclass
 from typing import Literal
 
+from flowcredit.config import AlgorithmSettings, G2RPOSettings
 from flowcredit.plan import Plan, Segment, strided_path
 
 
@@ -27,34 +28,33 @@ class Algorithm:
     credit: Credit
 
 
-def g2rpo(
-    num_steps: int,
-    train_steps: tuple[int, ...],
-    group_size: int,
-    strides: tuple[int, ...],
-    anchor: Literal["end", "branch"] = "end",
-    combine: Literal["sum", "mean"] = "sum",
-    clamp: float | None = 5.0,
-    shared_noise: bool = True,
-) -> Algorithm:
+def g2rpo(settings: G2RPOSettings) -> Algorithm:
     """Granular-GRPO (arXiv 2510.01982): singular stochastic sampling, multi-granularity advantages.
 
-    One deterministic trunk; at each ``k`` of ``train_steps`` one noisy step with ``group_size`` branches;
-    each branch finished by the ODE once for every stride, the strides' advantages summed. Without
-    ``shared_noise`` each branch has an initial noise, and so a trunk, of its own.
+    One deterministic trunk; at each trained step one noisy step with ``group_size`` branches; each branch
+    finished by the ODE once for every stride, the strides' advantages summed. With separate initial noises
+    each branch has a trunk of its own.
     """
+    shared = settings.initial_noise == "shared"
     segments: list[Segment] = []
-    last: int | None = None
-    fan_out = group_size if shared_noise else 1
-    at = 0
-    for k in sorted(train_steps):
+    trunk, at = None, 0
+    for k in settings.train_indices:
         if k > at:
-            segments.append(Segment(last, tuple(range(at, k + 1))))
-            last, at = len(segments) - 1, k
-        segments.append(Segment(last, (k, k + 1), fan_out=fan_out, stochastic=True))
+            segments.append(Segment(trunk, tuple(range(at, k + 1))))
+            trunk, at = len(segments) - 1, k
+        fan_out = settings.group_size if shared else 1
+        segments.append(Segment(trunk, (k, k + 1), fan_out=fan_out, stochastic=True))
         branch = len(segments) - 1
-        for stride in strides:
-            path = strided_path(num_steps, k + 1, stride, anchor)
+        for stride in settings.strides:
+            path = strided_path(settings.num_steps, k + 1, stride, settings.anchor)
             segments.append(Segment(branch, path, scored=True))
-    plan = Plan(num_steps, tuple(segments), root_width=1 if shared_noise else group_size)
-    return Algorithm("g2rpo", plan, Credit(combine, clamp))
+    plan = Plan(settings.num_steps, tuple(segments), root_width=1 if shared else settings.group_size)
+    return Algorithm("g2rpo", plan, Credit(settings.combine, settings.advantage_clamp))
+
+
+METHODS = {"g2rpo": g2rpo}
+
+
+def build(settings: AlgorithmSettings) -> Algorithm:
+    """The method that the settings name."""
+    return METHODS[settings.name](settings)

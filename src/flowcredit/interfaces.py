@@ -28,6 +28,11 @@ class FlowModel(Protocol):
         """Where ``velocity`` and ``decode`` compute and return their results."""
         ...
 
+    @property
+    def image_tokens(self) -> int:
+        """Tokens of an image of this size, on which a resolution-dependent shift depends."""
+        ...
+
     def encode(self, prompts: Sequence[str]) -> Conditioning:
         """Text to conditioning, row i for prompt i; no gradient."""
         ...

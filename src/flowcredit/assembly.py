@@ -1,0 +1,136 @@
+"""From a recipe to the parts of a run: model, method, grid, rewards, prompts."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from flowcredit import algorithms, time_grid
+from flowcredit.config import GridSettings, Recipe, RewardSettings, WatchedReward
+from flowcredit.errors import InputError
+from flowcredit.interfaces import FlowModel, Reward
+from flowcredit.models.loading import PipelineFlow, load_model
+from flowcredit.prompts import PromptSet, load_prompts
+from flowcredit.recipe_io import read_noise_table
+from flowcredit.rewards.loading import load_reward
+from flowcredit.scoring import check_columns
+from flowcredit.shapes import bundled_path
+from flowcredit.transition import Kernel, make_kernel
+from flowcredit.weights import prepare_weights
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+@dataclass(frozen=True)
+class Setup:
+    """Everything that stays the same while a run goes on; only the network's weights change."""
+
+    recipe: Recipe
+    model: PipelineFlow
+    algorithm: algorithms.Algorithm
+    grid: Tensor
+    kernel: Kernel
+    rewards: Mapping[str, Reward]
+    watched: Mapping[str, Reward]
+    train_prompts: PromptSet
+    heldout_prompts: PromptSet
+
+    @property
+    def reward_weights(self) -> Tensor:
+        """[R] weights of the trained rewards."""
+        return torch.tensor([reward.weight for reward in self.recipe.rewards])
+
+
+def assemble(recipe: Recipe) -> Setup:
+    """Load and check every part of a run before it begins. Raises InputError for whatever cannot work."""
+    algorithm = algorithms.build(recipe.algorithm)
+    train_prompts = load_prompts(recipe.prompts.train)
+    heldout = load_prompts(recipe.prompts.heldout)
+    model = build_model(recipe)
+    rewards = build_rewards(recipe.rewards, model.device)
+    watched = build_rewards(recipe.watch, model.device)
+    check_columns(rewards, train_prompts.columns, train_prompts.source)
+    check_columns({**rewards, **watched}, heldout.columns, heldout.source)
+    grid = build_grid(recipe.grid, model, recipe.algorithm.num_steps)
+    return Setup(
+        recipe,
+        model,
+        algorithm,
+        grid,
+        build_kernel(recipe, grid),
+        rewards,
+        watched,
+        train_prompts,
+        heldout.take(range(min(len(heldout), recipe.evaluation.prompts))),
+    )
+
+
+def device_of(name: str) -> torch.device:
+    """The device that a recipe names. Raises InputError if torch does not have it."""
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise InputError(f"model.device is {name!r}, which cannot be used: {reason}; expected auto or cpu") from None
+    return device
+
+
+def build_model(recipe: Recipe) -> PipelineFlow:
+    """The model of a recipe, with the weights chosen that are trained."""
+    settings, weights, train = recipe.model, recipe.weights, recipe.train
+    frozen = DTYPES[settings.dtype]
+    model = load_model(
+        bundled_path(settings.path),
+        height=settings.height,
+        width=settings.width,
+        guidance_scale=settings.guidance_scale,
+        max_sequence_length=settings.max_sequence_length,
+        dtype=frozen,
+        device=device_of(settings.device),
+        decode_batch_size=settings.decode_batch_size,
+        network_dtype=frozen if weights.method == "lora" else torch.float32,
+        autocast=torch.bfloat16 if train.mixed_precision == "bf16" else None,
+    )
+    prepare_weights(
+        model.network,
+        weights.method,
+        rank=weights.rank,
+        alpha=weights.alpha,
+        targets=weights.targets,
+        seed=recipe.seed,
+    )
+    if train.gradient_checkpointing:
+        model.set_gradient_checkpointing(True)
+    return model
+
+
+def build_rewards(
+    settings: tuple[RewardSettings, ...] | tuple[WatchedReward, ...], device: torch.device
+) -> dict[str, Reward]:
+    """Rewards by name, in the recipe's order."""
+    return {reward.name: load_reward(reward.name, reward.options, device) for reward in settings}
+
+
+def build_grid(settings: GridSettings, model: FlowModel, num_steps: int) -> Tensor:
+    """[num_steps + 1] sigmas of the kind that the recipe asks for."""
+    if settings.kind == "scheduler":
+        return model.time_grid(num_steps)
+    if settings.kind == "resolution_shift":
+        return time_grid.shifted_linear(num_steps, time_grid.resolution_shift(model.image_tokens))
+    return time_grid.shifted_linear(num_steps, settings.shift)
+
+
+def build_kernel(recipe: Recipe, grid: Tensor) -> Kernel:
+    """The stochastic step of a recipe on a grid. Raises InputError for a table that does not fit it."""
+    settings = recipe.noise
+    if settings.table is None:
+        return make_kernel(settings.kind, grid, settings.eta)
+    levels = read_noise_table(settings.table)
+    try:
+        return make_kernel("table", grid, levels)
+    except ValueError as error:
+        raise InputError(f"{settings.table}: {error}") from None

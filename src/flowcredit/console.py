@@ -1,0 +1,82 @@
+"""What a person sees while a run goes on: a bar with the time left on a terminal, plain lines elsewhere."""
+
+import time
+from types import TracebackType
+from typing import Self
+
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    SpinnerColumn,
+    TaskID,
+    TextColumn,
+    TimeElapsedColumn,
+)
+
+
+def duration(seconds: float) -> str:
+    """Seconds as "45 s", "12 min" or "3 h 20 min"."""
+    if seconds < 90:
+        return f"{seconds:.0f} s"
+    minutes = round(seconds / 60)
+    return f"{minutes} min" if minutes < 90 else f"{minutes // 60} h {minutes % 60:02d} min"
+
+
+class Monitor:
+    """Progress of a run of ``total`` iterations, ``done`` of which are finished.
+
+    ``stage`` names what goes on within an iteration and how many units it has; ``advance`` counts them.
+    """
+
+    def __init__(self, console: Console, total: int, done: int, line_every: int) -> None:
+        self.console, self.total, self.done, self.line_every = console, total, done, line_every
+        self._began, self._first = time.monotonic(), done
+        self._progress = Progress(
+            SpinnerColumn(),
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+            TextColumn("{task.fields[left]}"),
+            console=console,
+            transient=True,
+            disable=not console.is_terminal,
+        )
+        self._run = self._progress.add_task("iterations", total=total, completed=done, left="")
+        self._stage: TaskID | None = None
+
+    def __enter__(self) -> Self:
+        self._progress.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._progress.stop()
+
+    def stage(self, name: str, total: int) -> None:
+        """A new stage of the current iteration begins."""
+        if self._stage is not None:
+            self._progress.remove_task(self._stage)
+        self._stage = self._progress.add_task(f"  {name}", total=total, left="")
+
+    def advance(self, units: int) -> None:
+        """Units of the stage are done."""
+        if self._stage is not None:
+            self._progress.advance(self._stage, units)
+
+    def finish_iteration(self, summary: str) -> None:
+        """An iteration is finished: moves the bar and prints its line when one is due."""
+        self.done += 1
+        pace = (time.monotonic() - self._began) / (self.done - self._first)
+        left = f"{duration(pace * (self.total - self.done))} left"
+        self._progress.update(self._run, completed=self.done, left=left)
+        if self.done % self.line_every == 0 or self.done == self.total:
+            text = f"iteration {self.done}/{self.total}  {summary}  {left}"
+            self.console.print(text, highlight=False, soft_wrap=True)
+
+    def say(self, text: str) -> None:
+        """A line of its own."""
+        self.console.print(text, highlight=False, soft_wrap=True)

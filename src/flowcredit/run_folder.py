@@ -1,0 +1,83 @@
+"""The folder of a run: where everything lies in it, its log, and its single owner."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from flowcredit.config import Recipe
+from flowcredit.errors import InputError
+from flowcredit.recipe_io import dump_recipe
+
+
+@dataclass(frozen=True)
+class RunFolder:
+    """Paths of a run.
+
+    ``recipe.yaml`` the resolved recipe, ``log.jsonl`` one object an iteration, ``checkpoints/``,
+    ``evaluations/NNNNNN.json``, ``images/NNNNNN.png``, ``final/`` the exported weights, ``report.html``.
+    """
+
+    path: Path
+
+    @property
+    def recipe(self) -> Path:
+        return self.path / "recipe.yaml"
+
+    @property
+    def log(self) -> Path:
+        return self.path / "log.jsonl"
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.path / "checkpoints"
+
+    @property
+    def final(self) -> Path:
+        return self.path / "final"
+
+    def evaluation(self, iteration: int) -> Path:
+        return self.path / "evaluations" / f"{iteration:06d}.json"
+
+    def images(self, iteration: int) -> Path:
+        return self.path / "images" / f"{iteration:06d}.png"
+
+    def create(self, recipe: Recipe) -> None:
+        """Make the folder with its recipe. Raises InputError if something is there already."""
+        if self.path.exists():
+            raise InputError(
+                f"{self.path}: exists already and nothing is written over; go on with `flowcredit train --resume"
+                f" {self.path}`, or choose another `name` (name=my_run)"
+            )
+        self.path.mkdir(parents=True)
+        self.write_recipe(recipe)
+
+    def write_recipe(self, recipe: Recipe) -> None:
+        write_text(self.recipe, dump_recipe(recipe))
+
+    def append_log(self, record: Mapping[str, Any]) -> None:
+        with self.log.open("a", encoding="utf-8") as stream:
+            stream.write(json.dumps(record) + "\n")
+
+    def cut_log(self, iterations: int) -> None:
+        """Keep the lines of the first ``iterations``; a line torn by a kill goes with the rest."""
+        if not self.log.exists():
+            return
+        kept = []
+        for line in self.log.read_text(encoding="utf-8", errors="replace").splitlines():
+            try:
+                record = json.loads(line)
+            except json.JSONDecodeError:
+                continue
+            if record["iteration"] <= iterations:
+                kept.append(line + "\n")
+        write_text(self.log, "".join(kept))
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a file beside its place and rename it, so that it is never seen half written."""
+    partial = path.with_name(path.name + ".partial")
+    partial.parent.mkdir(parents=True, exist_ok=True)
+    partial.write_text(text, encoding="utf-8")
+    partial.replace(path)

@@ -1,0 +1,339 @@
+"""The loop: sample, roll out, score, credit, update. It names no method, no model and no reward."""
+
+import math
+import signal
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+from rich.console import Console
+from torch import Tensor
+
+from flowcredit.advantages import leaf_advantages
+from flowcredit.assembly import Setup, assemble, build_grid
+from flowcredit.checkpoint import latest_checkpoint, optimizer_tensors, restore_optimizer, save_checkpoint
+from flowcredit.config import Recipe
+from flowcredit.console import Monitor
+from flowcredit.errors import InputError
+from flowcredit.evaluate import Evaluation, evaluate, evaluation_table, load_evaluation, save_evaluation, save_grid
+from flowcredit.export import export_weights
+from flowcredit.interfaces import Conditioning
+from flowcredit.prompts import PromptSet, iteration_prompts
+from flowcredit.recipe_io import load_recipe, recipe_diff
+from flowcredit.rollout import KeyedNoise, Rollout, rollout
+from flowcredit.run_folder import RunFolder
+from flowcredit.scoring import ScoreCounts, score_leaves
+from flowcredit.update import UpdateMetrics, learning_rate, update_policy
+from flowcredit.weights import EMA, trainable_parameters
+
+MAY_CHANGE = ("train.iterations", "checkpoint.", "evaluation.every", "logging.", "rollout.", "scoring.", "output")
+"""Settings, or beginnings of them, that a resumed run may change: they leave its course as it was."""
+
+
+@dataclass
+class Progress:
+    """What changes while a run goes on: weights, optimizer, averages and counts."""
+
+    parameters: dict[str, torch.nn.Parameter]
+    optimizer: torch.optim.Optimizer
+    ema: EMA | None
+    iteration: int = 0
+    totals: dict[str, float] = field(default_factory=lambda: dict.fromkeys(TOTALS, 0.0))
+
+
+TOTALS = ("velocity_evaluations", "decodes", "reward_calls", "seconds")
+
+
+class _Interrupt:
+    """Ctrl-C, held back while weights change: the first asks the loop to stop, the second stops at once."""
+
+    def __init__(self) -> None:
+        self.asked = False
+
+    def __call__(self, number: int, frame: FrameType | None) -> None:
+        if self.asked:
+            raise KeyboardInterrupt
+        self.asked = True
+
+    def check(self) -> None:
+        """Stop here if it was asked for: nothing is lost at this point."""
+        if self.asked:
+            raise KeyboardInterrupt
+
+
+@contextmanager
+def _holding_interrupts() -> Iterator[_Interrupt]:
+    held = _Interrupt()
+    try:
+        before = signal.signal(signal.SIGINT, held)
+    except ValueError:  # Signals belong to the main thread; elsewhere there is no Ctrl-C to hold.
+        yield held
+        return
+    try:
+        yield held
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def train(recipe: Recipe, run_dir: Path, console: Console | None = None) -> None:
+    """Run a recipe from its start into ``run_dir``, which must not exist.
+
+    Raises InputError for whatever in the recipe cannot work, before the folder is made.
+    """
+    folder = RunFolder(run_dir)
+    if run_dir.exists():
+        folder.create(recipe)
+    console = console or Console()
+    setup = assemble(recipe)
+    folder.create(recipe)
+    _run(setup, folder, _start(setup), console)
+
+
+def resume(run_dir: Path, overrides: Sequence[str] = (), console: Console | None = None) -> None:
+    """Go on with a run from its newest whole checkpoint, exactly as if it had never stopped.
+
+    Raises InputError if there is no run, or if an override changes the meaning of the run.
+    """
+    folder = RunFolder(run_dir)
+    if not folder.recipe.is_file():
+        raise InputError(f"{run_dir}: no run to resume here (it has no recipe.yaml); expected the folder of a run")
+    began = load_recipe(folder.recipe)
+    recipe = load_recipe(folder.recipe, overrides)
+    for change in recipe_diff(began, recipe):
+        if not change.setting.startswith(MAY_CHANGE):
+            raise InputError(
+                f"a resumed run cannot change {change}: it would be another run; start one under another name"
+                f" (may change: {', '.join(name + '*' if name.endswith('.') else name for name in MAY_CHANGE)})"
+            )
+    console = console or Console()
+    checkpoint, damaged = latest_checkpoint(folder.checkpoints)
+    for line in damaged:
+        console.print(f"passed over: {line}", highlight=False, soft_wrap=True)
+    setup = assemble(recipe)
+    progress = _start(setup)
+    if checkpoint is not None:
+        with torch.no_grad():
+            for name, parameter in progress.parameters.items():
+                parameter.copy_(checkpoint.groups["weights"][name])
+        restore_optimizer(progress.optimizer, progress.parameters, checkpoint.groups["optimizer"])
+        if progress.ema is not None:
+            progress.ema.load_state_dict(checkpoint.groups["ema"])
+        progress.iteration = checkpoint.iteration
+        progress.totals.update(checkpoint.state["totals"])
+    if progress.iteration > recipe.train.iterations:
+        raise InputError(
+            f"{run_dir}: has finished {progress.iteration} iterations, more than train.iterations"
+            f" {recipe.train.iterations}; expected at least as many"
+        )
+    folder.write_recipe(recipe)
+    folder.cut_log(progress.iteration)
+    console.print(f"resuming {run_dir} after iteration {progress.iteration}", highlight=False)
+    _run(setup, folder, progress, console)
+
+
+def _start(setup: Setup) -> Progress:
+    settings = setup.recipe.train
+    parameters = trainable_parameters(setup.model.network)
+    optimizer = torch.optim.AdamW(
+        parameters.values(),
+        lr=settings.learning_rate,
+        betas=settings.betas,
+        eps=settings.adam_epsilon,
+        weight_decay=settings.weight_decay,
+    )
+    ema = EMA(setup.model.network, settings.ema_decay) if settings.ema_decay > 0 else None
+    return Progress(parameters, optimizer, ema)
+
+
+def _run(setup: Setup, folder: RunFolder, progress: Progress, console: Console) -> None:
+    recipe = setup.recipe
+    total = recipe.train.iterations
+    _introduce(setup, folder, console)
+    saved = progress.iteration
+    with Monitor(console, total, progress.iteration, recipe.logging.every) as monitor, _holding_interrupts() as held:
+        try:
+            if progress.iteration == 0:
+                _evaluate(setup, folder, progress, monitor, held.check)
+            while progress.iteration < total:
+                record = _iterate(setup, progress, monitor, held.check)
+                folder.append_log(record)
+                if progress.iteration % recipe.checkpoint.every == 0 or progress.iteration == total:
+                    _save(folder, progress, recipe)
+                    saved = progress.iteration
+                monitor.finish_iteration(_summary(setup, record))
+                if _evaluation_due(recipe, progress.iteration):
+                    _evaluate(setup, folder, progress, monitor, held.check)
+                held.check()
+        except KeyboardInterrupt:
+            if progress.iteration > saved:
+                _save(folder, progress, recipe)
+            raise
+        if not folder.evaluation(total).exists():
+            _evaluate(setup, folder, progress, monitor, held.check)
+    _finish(setup, folder, progress, console)
+
+
+def _iterate(
+    setup: Setup, progress: Progress, monitor: Monitor, check: Callable[[], None]
+) -> dict[str, float | int]:
+    """One iteration; returns its log record. Weights change only after everything else is done."""
+    began = time.monotonic()
+    recipe, iteration = setup.recipe, progress.iteration
+    chosen = iteration_prompts(
+        len(setup.train_prompts), recipe.seed, iteration, recipe.train.prompts_per_iteration
+    )
+    prompts = setup.train_prompts.take(chosen)
+    cond = setup.model.encode(prompts.prompts)
+    ran = _roll_out(setup, cond, iteration, monitor, check)
+    monitor.stage("scoring", 1)
+    scores, counts = score_leaves(
+        setup.model,
+        ran.leaves,
+        prompts.prompts,
+        prompts.columns,
+        setup.rewards,
+        batch_size=recipe.scoring.batch_size,
+        on_error=recipe.scoring.on_error,
+        timeout_s=recipe.scoring.timeout_s,
+    )
+    check()
+    credit = setup.algorithm.credit
+    advantages = leaf_advantages(
+        setup.algorithm.plan, scores, setup.reward_weights, credit.combine, credit.clamp
+    )
+    rate = learning_rate(recipe.train, iteration)
+    for group in progress.optimizer.param_groups:
+        group["lr"] = rate
+
+    def after_step() -> None:
+        if progress.ema is not None:
+            progress.ema.update(setup.model.network)
+
+    monitor.stage("updating", 1)
+    metrics = update_policy(
+        setup.model,
+        cond,
+        setup.kernel,
+        [step for step in ran.transitions if setup.algorithm.plan.segments[step.segment].trained],
+        advantages,
+        progress.optimizer,
+        recipe.train,
+        after_step,
+    )
+    progress.iteration += 1
+    _count(progress, ran, counts, time.monotonic() - began)
+    return _record(setup, progress, prompts, scores, counts, advantages, metrics, rate)
+
+
+def _roll_out(
+    setup: Setup, cond: Conditioning, iteration: int, monitor: Monitor, check: Callable[[], None]
+) -> Rollout:
+    recipe, plan = setup.recipe, setup.algorithm.plan
+    count = recipe.train.prompts_per_iteration
+    monitor.stage("rolling out", plan.velocity_evaluations * count)
+
+    def advance(rows: int) -> None:
+        check()
+        monitor.advance(rows)
+
+    source = KeyedNoise(setup.model, recipe.seed, iteration, range(count))
+    return rollout(
+        setup.model, plan, cond, setup.grid, setup.kernel, source, recipe.rollout.batch_size, progress=advance
+    )
+
+
+def _count(progress: Progress, ran: Rollout, counts: ScoreCounts, seconds: float) -> None:
+    progress.totals["velocity_evaluations"] += ran.velocity_evaluations
+    progress.totals["decodes"] += counts.decodes
+    progress.totals["reward_calls"] += counts.reward_calls
+    progress.totals["seconds"] += seconds
+
+
+def _record(
+    setup: Setup,
+    progress: Progress,
+    prompts: PromptSet,
+    scores: dict[int, Tensor],
+    counts: ScoreCounts,
+    advantages: dict[int, Tensor],
+    metrics: UpdateMetrics,
+    rate: float,
+) -> dict[str, float | int]:
+    record: dict[str, float | int] = {"iteration": progress.iteration}
+    everything = torch.cat([each.flatten(1) for each in scores.values()], dim=1)
+    spreads = torch.stack([each.std(-1).nanmean(1) for each in scores.values()]).nanmean(0)
+    for row, name in enumerate(setup.rewards):
+        record[f"reward/{name}"] = _number(everything[row].nanmean())
+        record[f"reward_spread/{name}"] = _number(spreads[row])
+        record[f"missing/{name}"] = counts.missing.get(name, 0)
+    groups = torch.stack([(each == 0).all(-1) for each in advantages.values()])
+    record["dead_groups"] = _number(groups.float().mean())
+    record |= asdict(metrics)
+    record["learning_rate"] = rate
+    record["prompts"] = len(prompts)
+    record |= {name: progress.totals[name] for name in TOTALS}
+    return record
+
+
+def _number(value: Tensor) -> float:
+    number = float(value)
+    return number if math.isfinite(number) else 0.0
+
+
+def _summary(setup: Setup, record: dict[str, float | int]) -> str:
+    rewards = "  ".join(f"{name} {record[f'reward/{name}']:.4f}" for name in setup.rewards)
+    return (
+        f"{rewards}  ratio off by {record['on_policy_deviation']:.0e}, at most {record['ratio_max_deviation']:.0e}"
+        f"  gradient {record['grad_norm']:.3f}"
+    )
+
+
+def _evaluation_due(recipe: Recipe, iteration: int) -> bool:
+    every = recipe.evaluation.every
+    return iteration == recipe.train.iterations or (every > 0 and iteration % every == 0)
+
+
+def _evaluate(
+    setup: Setup, folder: RunFolder, progress: Progress, monitor: Monitor, check: Callable[[], None]
+) -> Evaluation:
+    """Held-out prompts at fixed seeds, with the averaged weights where there are any."""
+    recipe = setup.recipe
+    steps = recipe.evaluation.num_steps or recipe.algorithm.num_steps
+    monitor.stage("evaluating", len(setup.heldout_prompts) * steps)
+
+    def advance(rows: int) -> None:
+        check()
+        monitor.advance(rows)
+
+    averaged = progress.ema.applied(setup.model.network) if progress.ema is not None else nullcontext()
+    with averaged:
+        result = evaluate(
+            setup.model,
+            setup.heldout_prompts,
+            {**setup.rewards, **setup.watched},
+            recipe.evaluation,
+            recipe.scoring,
+            build_grid(recipe.grid, setup.model, steps),
+            progress=advance,
+        )
+    save_grid(result.images, folder.images(progress.iteration))
+    save_evaluation(result, folder.evaluation(progress.iteration), iteration=progress.iteration, totals=progress.totals)
+    means = "  ".join(f"{name} {summary.mean:.4f}" for name, summary in result.rewards.items())
+    monitor.say(f"held-out at iteration {progress.iteration}: {means}")
+    return result
+
+
+def _save(folder: RunFolder, progress: Progress, recipe: Recipe) -> None:
+    groups = {
+        "weights": dict(progress.parameters),
+        "optimizer": optimizer_tensors(progress.optimizer, progress.parameters),
+    }
+    if progress.ema is not None:
+        groups["ema"] = progress.ema.state_dict()
+    state = {"totals": progress.totals}
+    save_checkpoint(folder.checkpoints, progress.iteration, groups, state, recipe.checkpoint.keep_last)
