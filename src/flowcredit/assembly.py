@@ -75,7 +75,9 @@ def device_of(name: str) -> torch.device:
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError) as error:
         reason = str(error).strip().splitlines()[0]
-        raise InputError(f"model.device is {name!r}, which cannot be used: {reason}; expected auto or cpu") from None
+        raise InputError(
+            f"model.device is {name!r}, which cannot be used: {reason}; expected auto or cpu"
+        ) from None
     return device
 
 

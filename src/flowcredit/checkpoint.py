@@ -34,7 +34,9 @@ class Checkpoint:
     state: dict[str, Any]
 
 
-def save_checkpoint(folder: Path, iteration: int, groups: Groups, state: Mapping[str, Any], keep_last: int) -> Path:
+def save_checkpoint(
+    folder: Path, iteration: int, groups: Groups, state: Mapping[str, Any], keep_last: int
+) -> Path:
     """Write ``folder/NNNNNN`` and remove all but the newest ``keep_last``; returns the new folder."""
     final, partial = folder / f"{iteration:06d}", folder / f".{iteration:06d}.partial"
     shutil.rmtree(partial, ignore_errors=True)
@@ -59,7 +61,7 @@ def save_checkpoint(folder: Path, iteration: int, groups: Groups, state: Mapping
 
 def latest_checkpoint(folder: Path) -> tuple[Checkpoint | None, list[str]]:
     """The newest checkpoint that is whole, or None; and a line for each damaged one passed over."""
-    damaged = []
+    damaged: list[str] = []
     for candidate in reversed(_numbered(folder)):
         try:
             return load_checkpoint(candidate), damaged
@@ -89,7 +91,9 @@ def load_checkpoint(folder: Path) -> Checkpoint:
     return Checkpoint(iteration, groups, state)
 
 
-def optimizer_tensors(optimizer: torch.optim.Optimizer, parameters: Mapping[str, nn.Parameter]) -> dict[str, Tensor]:
+def optimizer_tensors(
+    optimizer: torch.optim.Optimizer, parameters: Mapping[str, nn.Parameter]
+) -> dict[str, Tensor]:
     """The optimizer's state as tensors named ``parameter/key``."""
     return {
         f"{name}/{key}": value

@@ -97,7 +97,9 @@ def rows_of(cond: Conditioning, rows: Tensor) -> Conditioning:
 def _count_prompts(cond: Conditioning) -> int:
     counts = {len(tensor) for tensor in cond.values()}
     if len(counts) != 1:
-        raise ValueError(f"conditioning has {sorted(counts)} rows: expected one for each prompt in each tensor")
+        raise ValueError(
+            f"conditioning has {sorted(counts)} rows: expected one for each prompt in each tensor"
+        )
     return counts.pop()
 
 
@@ -152,7 +154,9 @@ def rollout(
     """
     sigmas = check_grid(grid).tolist()
     if len(sigmas) != plan.num_steps + 1:
-        raise ValueError(f"a plan of {plan.num_steps} steps over a grid of {len(sigmas) - 1}: expected the same")
+        raise ValueError(
+            f"a plan of {plan.num_steps} steps over a grid of {len(sigmas) - 1}: expected the same"
+        )
     if batch_size < 1:
         raise ValueError(f"the rollout batch size is {batch_size}: expected 1 or more")
     prompts = _count_prompts(cond)
@@ -170,7 +174,9 @@ def rollout(
             for child in plan.children[n]:
                 node = plan.nodes[child]
                 if node.stochastic:
-                    step = _draw(states[n], v, k, node, segment_of[child], sigmas, kernel, noise_source, storage_dtype)
+                    step = _draw(
+                        states[n], v, k, node, segment_of[child], sigmas, kernel, noise_source, storage_dtype
+                    )
                     transitions.append(step)
                     states[child] = step.x_next.flatten(1, 2).to(torch.float32)
                 else:

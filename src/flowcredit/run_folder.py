@@ -47,8 +47,8 @@ class RunFolder:
         """Make the folder with its recipe. Raises InputError if something is there already."""
         if self.path.exists():
             raise InputError(
-                f"{self.path}: exists already and nothing is written over; go on with `flowcredit train --resume"
-                f" {self.path}`, or choose another `name` (name=my_run)"
+                f"{self.path}: exists already and nothing is written over; go on with it by `flowcredit train"
+                f" --resume {self.path}`, or choose another name (name=my_run)"
             )
         self.path.mkdir(parents=True)
         self.write_recipe(recipe)

@@ -4,11 +4,10 @@ import math
 import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
-from dataclasses import asdict, dataclass, field
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from types import FrameType
-from typing import Any
 
 import torch
 from rich.console import Console
@@ -20,7 +19,8 @@ from flowcredit.checkpoint import latest_checkpoint, optimizer_tensors, restore_
 from flowcredit.config import Recipe
 from flowcredit.console import Monitor
 from flowcredit.errors import InputError
-from flowcredit.evaluate import Evaluation, evaluate, evaluation_table, load_evaluation, save_evaluation, save_grid
+from flowcredit.evaluate import evaluate, evaluation_table, summarise
+from flowcredit.evaluation_files import load_evaluation, save_evaluation
 from flowcredit.export import export_weights
 from flowcredit.interfaces import Conditioning
 from flowcredit.prompts import PromptSet, iteration_prompts
@@ -31,8 +31,19 @@ from flowcredit.scoring import ScoreCounts, score_leaves
 from flowcredit.update import UpdateMetrics, learning_rate, update_policy
 from flowcredit.weights import EMA, trainable_parameters
 
-MAY_CHANGE = ("train.iterations", "checkpoint.", "evaluation.every", "logging.", "rollout.", "scoring.", "output")
+MAY_CHANGE = (
+    "train.iterations",
+    "checkpoint.",
+    "evaluation.every",
+    "logging.",
+    "rollout.",
+    "scoring.",
+    "output",
+)
 """Settings, or beginnings of them, that a resumed run may change: they leave its course as it was."""
+
+
+TOTALS = ("velocity_evaluations", "decodes", "reward_calls", "seconds")
 
 
 @dataclass
@@ -44,9 +55,6 @@ class Progress:
     ema: EMA | None
     iteration: int = 0
     totals: dict[str, float] = field(default_factory=lambda: dict.fromkeys(TOTALS, 0.0))
-
-
-TOTALS = ("velocity_evaluations", "decodes", "reward_calls", "seconds")
 
 
 class _Interrupt:
@@ -101,14 +109,17 @@ def resume(run_dir: Path, overrides: Sequence[str] = (), console: Console | None
     """
     folder = RunFolder(run_dir)
     if not folder.recipe.is_file():
-        raise InputError(f"{run_dir}: no run to resume here (it has no recipe.yaml); expected the folder of a run")
+        raise InputError(
+            f"{run_dir}: no run to resume here (it has no recipe.yaml); expected the folder of a run"
+        )
     began = load_recipe(folder.recipe)
     recipe = load_recipe(folder.recipe, overrides)
     for change in recipe_diff(began, recipe):
         if not change.setting.startswith(MAY_CHANGE):
+            free = ", ".join(name + "*" if name.endswith(".") else name for name in MAY_CHANGE)
             raise InputError(
                 f"a resumed run cannot change {change}: it would be another run; start one under another name"
-                f" (may change: {', '.join(name + '*' if name.endswith('.') else name for name in MAY_CHANGE)})"
+                f" (may change: {free})"
             )
     console = console or Console()
     checkpoint, damaged = latest_checkpoint(folder.checkpoints)
@@ -155,7 +166,10 @@ def _run(setup: Setup, folder: RunFolder, progress: Progress, console: Console) 
     total = recipe.train.iterations
     _introduce(setup, folder, console)
     saved = progress.iteration
-    with Monitor(console, total, progress.iteration, recipe.logging.every) as monitor, _holding_interrupts() as held:
+    with (
+        Monitor(console, total, progress.iteration, recipe.logging.every) as monitor,
+        _holding_interrupts() as held,
+    ):
         try:
             if progress.iteration == 0:
                 _evaluate(setup, folder, progress, monitor, held.check)
@@ -288,8 +302,8 @@ def _number(value: Tensor) -> float:
 def _summary(setup: Setup, record: dict[str, float | int]) -> str:
     rewards = "  ".join(f"{name} {record[f'reward/{name}']:.4f}" for name in setup.rewards)
     return (
-        f"{rewards}  ratio off by {record['on_policy_deviation']:.0e}, at most {record['ratio_max_deviation']:.0e}"
-        f"  gradient {record['grad_norm']:.3f}"
+        f"{rewards}  ratio off by {record['on_policy_deviation']:.0e} before the update, at most"
+        f" {record['ratio_max_deviation']:.0e} in it  gradient {record['grad_norm']:.3f}"
     )
 
 
@@ -300,7 +314,7 @@ def _evaluation_due(recipe: Recipe, iteration: int) -> bool:
 
 def _evaluate(
     setup: Setup, folder: RunFolder, progress: Progress, monitor: Monitor, check: Callable[[], None]
-) -> Evaluation:
+) -> None:
     """Held-out prompts at fixed seeds, with the averaged weights where there are any."""
     recipe = setup.recipe
     steps = recipe.evaluation.num_steps or recipe.algorithm.num_steps
@@ -310,26 +324,69 @@ def _evaluate(
         check()
         monitor.advance(rows)
 
-    averaged = progress.ema.applied(setup.model.network) if progress.ema is not None else nullcontext()
-    with averaged:
+    with _averaged(setup, progress):
+        began = time.monotonic()
         result = evaluate(
             setup.model,
             setup.heldout_prompts,
             {**setup.rewards, **setup.watched},
             recipe.evaluation,
-            recipe.scoring,
             build_grid(recipe.grid, setup.model, steps),
+            scoring=recipe.scoring,
+            iteration=progress.iteration,
             progress=advance,
         )
-    save_grid(result.images, folder.images(progress.iteration))
-    save_evaluation(result, folder.evaluation(progress.iteration), iteration=progress.iteration, totals=progress.totals)
-    means = "  ".join(f"{name} {summary.mean:.4f}" for name, summary in result.rewards.items())
+    result = replace(result, seconds=time.monotonic() - began)
+    save_evaluation(result, folder.path)
+    means = "  ".join(f"{name} {summarise(scores).mean:.4f}" for name, scores in result.scores.items())
     monitor.say(f"held-out at iteration {progress.iteration}: {means}")
-    return result
+
+
+def _averaged(setup: Setup, progress: Progress) -> AbstractContextManager[None]:
+    return nullcontext() if progress.ema is None else progress.ema.applied(setup.model.network)
+
+
+def _introduce(setup: Setup, folder: RunFolder, console: Console) -> None:
+    """What is about to run, and what a user should know of the prompts before it does."""
+    recipe, plan = setup.recipe, setup.algorithm.plan
+    count = recipe.train.prompts_per_iteration
+    trained = sum(p.numel() for p in trainable_parameters(setup.model.network).values())
+    console.print(
+        f"{recipe.name}: {setup.algorithm.name} on {recipe.model.path}, {trained:,} trained weights"
+        f" ({recipe.weights.method}), on {setup.model.device}\n"
+        f"an iteration: {count} prompts, {count * plan.velocity_evaluations} velocity evaluations,"
+        f" {count * plan.decodes} images, each scored by {', '.join(setup.rewards)}\n"
+        f"run folder: {folder.path}",
+        highlight=False,
+        soft_wrap=True,
+    )
+    for prompts in (setup.train_prompts, setup.heldout_prompts):
+        console.print(prompts.describe(), highlight=False, soft_wrap=True)
+        for encoder, cut in setup.model.truncated(prompts.prompts).items():
+            if cut:
+                share = f"{cut} of {len(prompts)} prompts ({cut / len(prompts):.0%})"
+                console.print(
+                    f"  {share} are longer than the text encoder {encoder} reads: cut", highlight=False
+                )
+
+
+def _finish(setup: Setup, folder: RunFolder, progress: Progress, console: Console) -> None:
+    with _averaged(setup, progress):
+        export_weights(setup.model, folder.final, overwrite=True)
+    before, _ = load_evaluation(folder.evaluation(0))
+    after, _ = load_evaluation(folder.evaluation(progress.iteration))
+    console.print(evaluation_table(before, after))
+    console.print(f"weights for diffusers: {folder.final}", highlight=False, soft_wrap=True)
+    try:
+        from flowcredit.report import build_report
+
+        console.print(f"report: {build_report(folder.path)}", highlight=False, soft_wrap=True)
+    except InputError as error:
+        console.print(f"no report: {error}", highlight=False, soft_wrap=True)
 
 
 def _save(folder: RunFolder, progress: Progress, recipe: Recipe) -> None:
-    groups = {
+    groups: dict[str, dict[str, Tensor]] = {
         "weights": dict(progress.parameters),
         "optimizer": optimizer_tensors(progress.optimizer, progress.parameters),
     }

@@ -38,7 +38,7 @@ class UpdateMetrics:
 
 @dataclass(frozen=True)
 class _Rows:
-    """Rows of one transition: ``x`` [N, *D], ``x_next`` [N, F, *D], ``log_prob`` and ``advantages`` [N, F]."""
+    """A transition: ``x`` [N, *D], ``x_next`` [N, F, *D], ``log_prob`` and ``advantages`` [N, F]."""
 
     k: int
     k_next: int
@@ -68,7 +68,7 @@ class _Rows:
 
 
 def learning_rate(settings: TrainSettings, iteration: int) -> float:
-    """The rate of an iteration, counted from 0: warm-up from 0, then the schedule down to 0 after the last."""
+    """The rate of an iteration, from 0 on: a linear warm-up, then the schedule, 0 after the last."""
     if iteration < settings.warmup_iterations:
         return settings.learning_rate * (iteration + 1) / settings.warmup_iterations
     if settings.lr_schedule == "constant":
