@@ -55,6 +55,8 @@ def _write_pipeline(model: PipelineFlow, folder: Path) -> None:
             shutil.copytree(model.source / name, folder / name)
     shutil.copyfile(model.source / "model_index.json", folder / "model_index.json")
     model.pipeline.transformer.save_pretrained(folder / "transformer")
+    # Training changes no setting of the network; diffusers' own file would carry a path of this machine.
+    shutil.copyfile(model.source / "transformer" / "config.json", folder / "transformer" / "config.json")
 
 
 def _write_whole(target: Path, write: Callable[[Path], None]) -> None:

@@ -5,7 +5,7 @@ model (``ModelMixin`` with ``PeftAdapterMixin``), its parameters are addressed b
 """
 
 import difflib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Literal
 
@@ -46,7 +46,7 @@ def prepare_weights(
     targets: Sequence[str] | None = None,
     seed: int = 0,
 ) -> None:
-    """Choose what is trained, in place: every weight, or a LoRA on a frozen base. Trained weights are float32.
+    """Choose what is trained, in place: every weight, or a LoRA on a frozen base; float32 either way.
 
     ``rank``, ``alpha`` (LoRA's strength is alpha / rank; None: alpha = rank), ``targets`` (ends of module
     names; None: ATTENTION_TARGETS) and ``seed`` are read for a LoRA only. The base keeps its dtype. Equal
@@ -54,9 +54,8 @@ def prepare_weights(
 
     Raises InputError for a target that names no linear layer, a rank below 1 or an alpha not above 0.
     """
-    network.requires_grad_(False)
     if method == "full":
-        network.to(torch.float32).requires_grad_(True)
+        _train_in_float32(network.parameters())
         return
     if method != "lora":
         raise InputError(f"method is {method!r}; expected full or lora")
@@ -73,14 +72,18 @@ def _add_lora(network: Any, rank: int, alpha: float, targets: Sequence[str], see
     from peft import LoraConfig
 
     config = LoraConfig(r=rank, lora_alpha=alpha, target_modules=list(targets), init_lora_weights="gaussian")
-    with torch.random.fork_rng():
-        torch.manual_seed(seed)
+    # peft draws on the CPU from the global generator, whatever device the base stands on.
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(seed)
         network.add_adapter(config)
-    for name, parameter in network.named_parameters():
-        is_lora = ".lora_" in name
-        parameter.requires_grad_(is_lora)
-        if is_lora:
-            parameter.data = parameter.data.to(torch.float32)
+    network.requires_grad_(False)
+    _train_in_float32(value for name, value in network.named_parameters() if ".lora_" in name)
+
+
+def _train_in_float32(parameters: Iterable[nn.Parameter]) -> None:
+    for parameter in parameters:
+        parameter.data = parameter.data.to(torch.float32)
+        parameter.requires_grad_(True)
 
 
 def _check_targets(network: nn.Module, targets: Sequence[str]) -> None:
@@ -94,7 +97,8 @@ def _check_targets(network: nn.Module, targets: Sequence[str]) -> None:
         ends = dict.fromkeys(_without_block(name) for name in linear)
         near = difflib.get_close_matches(target, ends, n=3, cutoff=0.0)
         raise InputError(
-            f"LoRA target {target!r} names no linear layer of {type(network).__name__}; nearest: {', '.join(near)}"
+            f"LoRA target {target!r} names no linear layer of {type(network).__name__}; "
+            f"nearest: {', '.join(near)}"
         )
 
 

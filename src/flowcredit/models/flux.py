@@ -181,7 +181,11 @@ class FluxFlow:
         # Float32 and in the scheduler's unit and back, as the pipeline does it: the same rounding.
         unit = self.pipeline.scheduler.config.num_train_timesteps
         timestep = sigma.to(torch.float32) * unit / 1000
-        with torch.autocast(self._device.type, dtype=self.autocast, enabled=self.autocast is not None):
+        # Each weight is read once a call: a cache of cast weights would hold a second model in memory, and
+        # under a caller's autocast it would outlive an optimizer step.
+        with torch.autocast(
+            self._device.type, dtype=self.autocast, enabled=self.autocast is not None, cache_enabled=False
+        ):
             velocity = self.network(
                 hidden_states=x.to(dtype),
                 timestep=timestep,

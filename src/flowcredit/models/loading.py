@@ -59,7 +59,7 @@ def load_model(
     """
     folder = Path(path)
     index = _read_index(folder)
-    name = index.get("_class_name")
+    name = str(index.get("_class_name"))
     if name not in ADAPTERS:
         raise InputError(
             f"{folder / 'model_index.json'}: pipeline class {name!r} has no adapter; "
