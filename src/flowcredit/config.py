@@ -6,18 +6,22 @@ Settings are frozen. Reading them from a file: ``flowcredit.recipe_io``.
 
 from typing import Annotated, Any, Literal, NoReturn
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, JsonValue, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, JsonValue, Strict, model_validator
 from pydantic_core import PydanticCustomError
 
+# Strict: 1.5 is no count, true no number, and "1" neither.
+Whole = Annotated[int, Strict()]
+Number = Annotated[float, Strict()]
+Flag = Annotated[bool, Strict()]
 Text = Annotated[str, Field(min_length=1)]
-Pixels = Annotated[int, Field(ge=8, le=4096)]
-Steps = Annotated[int, Field(ge=1, le=1000)]
-Count = Annotated[int, Field(ge=1, le=1_000_000)]
-CountOrNone = Annotated[int, Field(ge=0, le=1_000_000)]
-Seed = Annotated[int, Field(ge=0, lt=2**63)]
-Positive = Annotated[float, Field(gt=0, le=1e6)]
-Fraction = Annotated[float, Field(ge=0, lt=1)]
-PositiveFraction = Annotated[float, Field(gt=0, lt=1)]
+Pixels = Annotated[Whole, Field(ge=8, le=4096)]
+Steps = Annotated[Whole, Field(ge=1, le=1000)]
+Count = Annotated[Whole, Field(ge=1, le=1_000_000)]
+CountOrNone = Annotated[Whole, Field(ge=0, le=1_000_000)]
+Seed = Annotated[Whole, Field(ge=0, lt=2**63)]
+Positive = Annotated[Number, Field(gt=0, le=1e6)]
+Fraction = Annotated[Number, Field(ge=0, lt=1)]
+PositiveFraction = Annotated[Number, Field(gt=0, lt=1)]
 
 
 def _refuse(setting: str, found: str, expected: str) -> NoReturn:
@@ -58,9 +62,9 @@ class ModelSettings(Section):
     """Image height in pixels; 720 as in G²RPO's runs."""
     width: Pixels = 720
     """Image width in pixels; 720 as in G²RPO's runs."""
-    guidance_scale: Annotated[float, Field(ge=0, le=100)] = 3.5
+    guidance_scale: Annotated[Number, Field(ge=0, le=100)] = 3.5
     """Guidance, in rollout, training and evaluation alike; 3.5 as in G²RPO's runs."""
-    max_sequence_length: Annotated[int, Field(ge=1, le=4096)] = 512
+    max_sequence_length: Annotated[Whole, Field(ge=1, le=4096)] = 512
     """Tokens of the long text encoder (T5); 512 as in diffusers' FluxPipeline."""
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
     """Storage type of what is not trained (text encoders, VAE, the base under LoRA); bfloat16 as FLUX.1-dev
@@ -85,12 +89,12 @@ class G2RPOSettings(Section):
 
     name: Literal["g2rpo"] = "g2rpo"
     """The method; it decides which further settings there are."""
-    num_steps: Annotated[int, Field(ge=2, le=1000)] = 16
+    num_steps: Annotated[Whole, Field(ge=2, le=1000)] = 16
     """Steps T of the sampling grid; 16 as in G²RPO's runs."""
-    train_steps: Literal["first_half"] | Annotated[tuple[int, ...], Field(min_length=1)] = "first_half"
+    train_steps: Literal["first_half"] | Annotated[tuple[Whole, ...], Field(min_length=1)] = "first_half"
     """Grid steps M that are made stochastic and trained, as indices from 0 (noise) and never the last;
     `first_half`, 0 to T/2 - 1, as in G²RPO's runs."""
-    group_size: Annotated[int, Field(ge=2, le=4096)] = 12
+    group_size: Annotated[Whole, Field(ge=2, le=4096)] = 12
     """Branches G for each prompt and trained step; 12 as in G²RPO's runs."""
     strides: Annotated[tuple[Steps, ...], Field(min_length=1)] = (1, 2, 3)
     """Strides Λ by which each branch is finished, an image and an advantage for each; 1, 2, 3 as in the
@@ -106,7 +110,7 @@ class G2RPOSettings(Section):
     state for each; `shared` as in G²RPO."""
 
     @property
-    def train_indices(self) -> tuple[int, ...]:
+    def train_indices(self) -> tuple[Whole, ...]:
         """``train_steps`` written out, ascending."""
         if self.train_steps == "first_half":
             return tuple(range(self.num_steps // 2))
@@ -142,7 +146,7 @@ class GridSettings(Section):
     kind: Literal["shifted_linear", "resolution_shift", "scheduler"] = "shifted_linear"
     """Shifted linear (G²RPO), shifted by the image's resolution (as FLUX samples), or what the model's own
     scheduler gives."""
-    shift: Annotated[float, Field(gt=0, le=100)] = 3.0
+    shift: Annotated[Number, Field(gt=0, le=100)] = 3.0
     """Shift a in sigma = a u / (1 + (a - 1) u), for kind `shifted_linear` alone; 3 as in G²RPO's runs."""
 
 
@@ -180,7 +184,7 @@ class WatchedReward(Section):
 class RewardSettings(WatchedReward):
     """A reward that is trained."""
 
-    weight: Annotated[float, Field(ge=-1e6, le=1e6)] = 1.0
+    weight: Annotated[Number, Field(ge=-1e6, le=1e6)] = 1.0
     """Factor on this reward's advantages before rewards are added; 1 as in G²RPO."""
 
 
@@ -199,7 +203,7 @@ class ScoringSettings(Section):
     on_error: Literal["stop", "skip"] = "stop"
     """When a reward fails: `stop` the run, or `skip` its images, which then have no score and no advantage
     (never 0 instead)."""
-    timeout_s: Annotated[float, Field(gt=0, le=86400)] | None = None
+    timeout_s: Annotated[Number, Field(gt=0, le=86400)] | None = None
     """Seconds after which a call of a reward counts as failed; no limit by default."""
 
 
@@ -233,7 +237,7 @@ class TrainSettings(Section):
     """Autocast of the trained network, in rollout, training and evaluation; bf16 as in G²RPO's runs."""
     micro_batch_size: Count = 1
     """Distinct states in one training forward, their gradients added up; 1, chosen for memory."""
-    gradient_checkpointing: bool = False
+    gradient_checkpointing: Flag = False
     """Compute activations anew in the backward, for less memory and more time; off, as small models need."""
     ema_decay: Fraction = 0.0
     """Decay of the weights' moving average, which is then evaluated and exported; 0, off, as in G²RPO."""
@@ -258,7 +262,7 @@ class WeightSettings(Section):
 
     method: Literal["full", "lora"] = "full"
     """All weights of the network, or low-rank adapters on a frozen one; full as in G²RPO's runs."""
-    rank: Annotated[int, Field(ge=1, le=4096)] = 64
+    rank: Annotated[Whole, Field(ge=1, le=4096)] = 64
     """Rank of the adapters, for `lora` alone; 64 as in Flow-GRPO on FLUX.1-dev."""
     alpha: Positive = 128.0
     """Adapters count alpha / rank times, for `lora` alone; 128 as in Flow-GRPO on FLUX.1-dev."""

@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from flowcredit.errors import InputError
+from flowcredit.shapes import bundled_path
 from flowcredit.text_file import read_text
 
-BUNDLED = "bundled:"
 PROMPT_KEY = "prompt"
 
 
@@ -61,7 +61,7 @@ def load_prompts(path: str | Path) -> PromptSet:
     Raises InputError with file and line for whatever cannot be read.
     """
     source = str(path)
-    file = _resolve(source)
+    file = bundled_path(source)
     if file.suffix.lower() not in (".txt", ".jsonl"):
         raise InputError(
             f"{source}: expected a prompt file that ends in .txt (one prompt a line) or .jsonl "
@@ -114,15 +114,6 @@ def _epoch_order(count: int, seed: int, epoch: int) -> Sequence[int]:
     source = random.Random(int.from_bytes(digest, "big"))
     keys = [source.random() for _ in range(count)]
     return sorted(range(count), key=keys.__getitem__)
-
-
-def _resolve(source: str) -> Path:
-    if not source.startswith(BUNDLED):
-        return Path(source)
-    # Only here: a user's own prompt file needs nothing of the bundled world.
-    from flowcredit.shapes import bundled_path
-
-    return bundled_path(source)
 
 
 def _json_row(where: str, line: str) -> dict[str, Any]:

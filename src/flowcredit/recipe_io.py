@@ -42,6 +42,7 @@ _EXPECTED = {
     "model_type": "settings below it",
     "model_attributes_type": "settings below it",
 }
+_RANK = {"extra_forbidden": 0, "missing": 2}
 
 
 @dataclass(frozen=True)
@@ -83,10 +84,9 @@ def load_settings(kind: type[Settings], path: str | Path, overrides: Sequence[st
         raise InputError(f"{source}: holds {found}; expected a recipe: names with values, as `name: my_run`")
     places = {key_path: f"{source}:{line}" for key_path, line in located.lines.items()}
     for override in overrides:
-        _apply(data, places, override)
+        _apply(kind, data, places, override)
     try:
-        # Through JSON, because only there strict checking takes a list for a tuple.
-        return kind.model_validate_json(json.dumps(data), strict=True)
+        return kind.model_validate(data)
     except ValidationError as error:
         raise InputError(_first_problem(kind, error, data, places, source)) from None
 
@@ -98,7 +98,7 @@ def dump_recipe(recipe: Recipe) -> str:
 
 def recipe_diff(a: Recipe, b: Recipe) -> list[Change]:
     """The settings in which ``b`` differs from ``a``, in the order of the recipe."""
-    before, after = dict(_leaves(a.model_dump())), dict(_leaves(b.model_dump()))
+    before, after = dict(_leaves(a)), dict(_leaves(b))
     return [
         Change(setting, before.get(setting), after.get(setting))
         for setting in {**before, **after}
@@ -138,32 +138,32 @@ def read_noise_table(path: str | Path) -> tuple[float, ...]:
     return tuple(float(level) for level in located.value)
 
 
-def _apply(data: dict[str, Any], places: dict[KeyPath, str], override: str) -> None:
+def _apply(kind: type[Section], data: dict[str, Any], places: dict[KeyPath, str], override: str) -> None:
     """Sets one value in ``data``; whether its name is known is for the check of the whole to say."""
     label = f"override '{override}'"
     name, equals, text = override.partition("=")
     keys = name.strip().split(".")
     if not equals or not all(keys):
         raise InputError(f"{label}: expected setting=value, such as train.learning_rate=1e-5")
-    parsed = parse_yaml(text, label)
+    value = parse_yaml(text, label, numbered=False).value
     target: Any = data
     path: KeyPath = ()
     for depth, key in enumerate(keys):
-        last = depth == len(keys) - 1
-        step: str | int = key
-        if isinstance(target, list):
-            step = _list_index(target, key, ".".join(keys[:depth]), label)
-        elif not isinstance(target, dict):
-            raise InputError(f"{label}: '{'.'.join(keys[:depth])}' is {_show(target)} and holds no '{key}'")
+        step: Any = _list_index(target, key, _dotted(path), label) if isinstance(target, list) else key
         path = (*path, step)
-        if last:
-            target[step] = parsed.value
-        else:
-            below = target.get(step) if isinstance(target, dict) else target[step]
-            if below is None or isinstance(below, str):
-                # A name alone stands for a section; where it does not, the check of the whole says so.
-                below = target[step] = {} if below is None else {"name": below}
-            target = below
+        if depth == len(keys) - 1:
+            target[step] = value
+            break
+        below = target[step] if isinstance(target, list) else target.get(step)
+        if not isinstance(below, dict | list):
+            if below is not None and not (isinstance(below, str) and _section_at(kind, path, data)):
+                raise InputError(
+                    f"{label}: {_dotted(path)} is {_show(below)} and holds no '{keys[depth + 1]}'"
+                )
+            # A section may be absent, or stand as its name alone.
+            below = target[step] = {} if below is None else {"name": below}
+            places[path] = label
+        target = below
     for known in [known for known in places if known[: len(path)] == path]:
         del places[known]
     places[path] = label
@@ -184,7 +184,8 @@ def _first_problem(
         problems.setdefault(_real_path(detail, data), []).append(detail)
     # Where a part of a value is wrong, what pydantic says of the whole adds nothing.
     paths = [p for p in problems if not any(q[: len(p)] == p and q != p for q in problems)]
-    path = paths[0]
+    # A misspelt name may be why another is missing, so it goes first.
+    path = min(paths, key=lambda p: _RANK.get(problems[p][0]["type"], 1))
     where = next((places[path[:n]] for n in range(len(path), -1, -1) if path[:n] in places), source)
     others = f" (and {len(paths) - 1} more)" if len(paths) > 1 else ""
     return f"{where}: {_sentence(kind, path, problems[path], data)}{others}"
@@ -198,7 +199,7 @@ def _real_path(detail: ErrorDetails, data: Any) -> KeyPath:
         if is_key or (isinstance(data, list) and isinstance(part, int) and part < len(data)):
             data = data[part]
             path.append(part)
-        elif detail["type"] == "missing" and place == len(detail["loc"]) - 1:
+        elif detail["type"] == "missing" and isinstance(part, str) and place == len(detail["loc"]) - 1:
             path.append(part)
     if detail["type"] == "cross_check":
         setting: str = detail["ctx"]["setting"]
@@ -211,26 +212,35 @@ def _sentence(kind: type[Section], path: KeyPath, details: list[ErrorDetails], d
     detail = details[0]
     if detail["type"] == "extra_forbidden":
         return f"unknown setting '{name}'; {_nearest_setting(kind, path, data)}"
-    if detail["type"] == "missing":
+    if detail["type"] == "missing" and isinstance(detail["loc"][-1], str):
         return f"the setting '{name}' is required and missing"
     if detail["type"] == "cross_check":
         return f"{name}: {detail['msg']}"
-    expected = [
-        _EXPECTED[each["type"]].format(**each.get("ctx", {})) if each["type"] in _EXPECTED else each["msg"]
-        for each in details
-    ]
-    sentence = f"{name} is {_show(detail['input'])}; expected {' or '.join(dict.fromkeys(expected))}"
-    if detail["type"] in ("literal_error", "union_tag_invalid") and len(details) == 1:
-        choices = [choice.strip(" '") for choice in expected[0].replace(" or ", ",").split(",")]
-        close = difflib.get_close_matches(str(detail["input"]), choices, n=1, cutoff=0.5)
+    expected = " or ".join(dict.fromkeys(_expected(each) for each in details))
+    found = detail["input"]
+    sentence = f"{name} is {_show(found)}; expected {expected}"
+    if detail["type"] in ("literal_error", "union_tag_invalid") and isinstance(found, str):
+        choices = expected.replace("'", "").replace(" or ", ", ").split(", ")
+        close = difflib.get_close_matches(found, choices, n=1, cutoff=0.5)
         sentence += f"; did you mean '{close[0]}'?" if close and len(choices) > 1 else ""
     return sentence
+
+
+def _expected(detail: ErrorDetails) -> str:
+    if detail["type"] == "missing":
+        return f"at least {int(detail['loc'][-1]) + 1} in the list"
+    if detail["type"] not in _EXPECTED:
+        return detail["msg"]
+    bounds = detail.get("ctx", {})
+    short = {key: f"{value:g}" if isinstance(value, float) else value for key, value in bounds.items()}
+    return _EXPECTED[detail["type"]].format(**short)
 
 
 def _nearest_setting(kind: type[Section], path: KeyPath, data: Any) -> str:
     """What to write in place of an unknown name: its neighbour first, else the like anywhere, else all."""
     wanted = str(path[-1])
     here = _section_at(kind, path[:-1], data)
+    assert here is not None
     prefix = [str(part) for part in path[:-1]]
     if close := difflib.get_close_matches(wanted, list(here.model_fields), n=1, cutoff=0.6):
         return f"did you mean '{'.'.join([*prefix, close[0]])}'?"
@@ -244,15 +254,17 @@ def _nearest_setting(kind: type[Section], path: KeyPath, data: Any) -> str:
     return f"known here: {', '.join(here.model_fields)}"
 
 
-def _section_at(kind: type[Section], path: KeyPath, data: Any) -> type[Section]:
+def _section_at(kind: type[Section], path: KeyPath, data: Any) -> type[Section] | None:
     """The class of settings at ``path``; where several may stand, the one that the data's ``name`` means."""
     for part in path:
         data = data[part]
-        if isinstance(part, int):
-            continue
-        choices = _sections(kind.model_fields[part].annotation)
-        named = data.get("name") if isinstance(data, dict) else None
-        kind = next((each for each in choices if _default_name(each) == named), choices[0])
+        if isinstance(part, str):
+            field = kind.model_fields.get(part)
+            choices = _sections(field.annotation) if field else []
+            if not choices:
+                return None
+            named = data.get("name") if isinstance(data, dict) else data
+            kind = next((each for each in choices if _default_name(each) == named), choices[0])
     return kind
 
 
@@ -281,17 +293,17 @@ def _sections(annotation: Any) -> list[type[Section]]:
     return [section for part in get_args(annotation) for section in _sections(part)]
 
 
-def _leaves(value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Dotted names and values; lists of plain values stay whole."""
-    if isinstance(value, dict) and value:
-        items: Any = value.items()
-    elif isinstance(value, tuple | list) and any(isinstance(item, dict) for item in value):
-        items = enumerate(value)
-    else:
-        yield prefix, value
-        return
-    for key, item in items:
-        yield from _leaves(item, f"{prefix}.{key}" if prefix else str(key))
+def _leaves(section: Section, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Dotted names and values of all settings below ``section``."""
+    for name in type(section).model_fields:
+        value = getattr(section, name)
+        if isinstance(value, Section):
+            yield from _leaves(value, f"{prefix}{name}.")
+        elif isinstance(value, tuple) and any(isinstance(item, Section) for item in value):
+            for place, item in enumerate(value):
+                yield from _leaves(item, f"{prefix}{name}.{place}.")
+        else:
+            yield prefix + name, value
 
 
 def _dotted(path: KeyPath) -> str:

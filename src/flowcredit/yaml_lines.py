@@ -5,7 +5,7 @@ PyYAML follows YAML 1.1, where ``1e-5`` is a text and ``no`` is false; a recipe 
 
 import re
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import yaml
 
@@ -23,7 +23,7 @@ _FLOAT = re.compile(
 
 
 class _Loader(yaml.SafeLoader):
-    yaml_implicit_resolvers: ClassVar[dict[str, list[tuple[str, re.Pattern[str]]]]] = {}
+    """Reads plain scalars as YAML 1.2 does, by the patterns above alone."""
 
 
 class _Dumper(yaml.SafeDumper):
@@ -36,6 +36,7 @@ class _Dumper(yaml.SafeDumper):
         return super().represent_sequence(tag, sequence, flow_style=inline)
 
 
+_Loader.yaml_implicit_resolvers = {}
 for _tag, _pattern, _first in (
     ("null", _NULL, ["~", "n", "N", ""]),
     ("bool", _BOOL, list("tTfF")),
@@ -54,20 +55,25 @@ class Located:
     lines: dict[Path, int]
 
 
-def parse_yaml(text: str, source: str) -> Located:
-    """Reads one YAML document; ``source`` names it in errors (InputError, "source:line: ...")."""
+def parse_yaml(text: str, source: str, numbered: bool = True) -> Located:
+    """Reads one YAML document; errors (InputError) begin with ``source`` and, if ``numbered``, the line."""
+    lines: dict[Path, int] = {}
     try:
         root = yaml.compose(text, Loader=_Loader)
+        value = None if root is None else _build(root, (), lines)
+    except _Refused as error:
+        where, why = error.line, str(error)
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
-        line = f":{mark.line + 1}" if mark else ""
-        why = " ".join(part for part in (error.context, error.problem) if part)
-        raise InputError(f"{source}{line}: not valid YAML: {why}") from None
+        where = mark.line + 1 if mark else 1
+        why = "not valid YAML: " + " ".join(part for part in (error.context, error.problem) if part)
     except yaml.YAMLError as error:
-        raise InputError(f"{source}: not valid YAML: {' '.join(str(error).split())}") from None
-    lines: dict[Path, int] = {}
-    value = None if root is None else _build(root, (), lines, source)
-    return Located(value, lines)
+        where, why = 1, f"not valid YAML: {' '.join(str(error).split())}"
+    except RecursionError:
+        where, why = 1, "refers to itself, or is nested too deeply; write the values out"
+    else:
+        return Located(value, lines)
+    raise InputError(f"{source}:{where}: {why}" if numbered else f"{source}: {why}")
 
 
 def dump_yaml(value: Any) -> str:
@@ -75,32 +81,33 @@ def dump_yaml(value: Any) -> str:
     return yaml.dump(value, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=100)
 
 
-def _build(node: yaml.Node, path: Path, lines: dict[Path, int], source: str) -> Any:
+class _Refused(Exception):
+    def __init__(self, node: yaml.Node, why: str) -> None:
+        super().__init__(why)
+        self.line: int = node.start_mark.line + 1
+
+
+def _build(node: yaml.Node, path: Path, lines: dict[Path, int]) -> Any:
     lines.setdefault(path, node.start_mark.line + 1)
     if isinstance(node, yaml.ScalarNode):
-        return _scalar(node, source)
+        return _scalar(node)
     if isinstance(node, yaml.SequenceNode):
-        return [_build(item, (*path, place), lines, source) for place, item in enumerate(node.value)]
+        return [_build(item, (*path, place), lines) for place, item in enumerate(node.value)]
     assert isinstance(node, yaml.MappingNode)
     mapping: dict[str, Any] = {}
     for key_node, value_node in node.value:
-        line = key_node.start_mark.line + 1
-        key = _scalar(key_node, source) if isinstance(key_node, yaml.ScalarNode) else None
+        key = _scalar(key_node) if isinstance(key_node, yaml.ScalarNode) else None
         if not isinstance(key, str):
-            raise InputError(
-                f"{source}:{line}: a name must be a text, got {key_node.value!r}; put it in quotes"
-            )
+            raise _Refused(key_node, f"a name must be a text, got {key_node.value!r}; put it in quotes")
         if key in mapping:
             first = lines[(*path, key)]
-            raise InputError(
-                f"{source}:{line}: '{key}' stands here again after line {first}; keep one of them"
-            )
-        lines[(*path, key)] = line
-        mapping[key] = _build(value_node, (*path, key), lines, source)
+            raise _Refused(key_node, f"'{key}' stands here again after line {first}; keep one of them")
+        lines[(*path, key)] = key_node.start_mark.line + 1
+        mapping[key] = _build(value_node, (*path, key), lines)
     return mapping
 
 
-def _scalar(node: yaml.ScalarNode, source: str) -> Any:
+def _scalar(node: yaml.ScalarNode) -> Any:
     text: str = node.value
     match node.tag.removeprefix("tag:yaml.org,2002:"):
         case "str":
@@ -114,5 +121,4 @@ def _scalar(node: yaml.ScalarNode, source: str) -> Any:
         case "float":
             return float(text.lower().replace(".inf", "inf").replace(".nan", "nan"))
         case tag:
-            line = node.start_mark.line + 1
-            raise InputError(f"{source}:{line}: the YAML tag '{tag}' is not read; write a plain value")
+            raise _Refused(node, f"the YAML tag '{tag}' is not read; write a plain value")

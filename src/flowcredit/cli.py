@@ -1,0 +1,312 @@
+"""The commands. What is slow to import is imported by the command that needs it."""
+
+import os
+import shlex
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from flowcredit.errors import InputError
+
+if TYPE_CHECKING:
+    from flowcredit.config import Recipe
+    from flowcredit.prompts import PromptSet
+    from flowcredit.run_folder import RunFolder
+
+INTERRUPTED = 130
+BAD_INPUT = 2
+
+app = typer.Typer(
+    name="flowcredit",
+    add_completion=False,
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="rich",
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+RecipeOrRun = Annotated[
+    str,
+    typer.Argument(metavar="RECIPE|RUN", help="A recipe file, or the folder of a run.", show_default=False),
+]
+Overrides = Annotated[
+    list[str] | None,
+    typer.Argument(
+        metavar="SETTING=VALUE",
+        help="Settings to change, such as train.learning_rate=1e-5; flowcredit settings lists all.",
+        show_default=False,
+    ),
+]
+
+
+def main() -> None:
+    """The program: bad input is one line on stderr and exit code 2."""
+    try:
+        app()
+    except InputError as error:
+        print(f"flowcredit: {error}", file=sys.stderr)
+        sys.exit(BAD_INPUT)
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        from importlib.metadata import version
+
+        typer.echo(f"flowcredit {version('flowcredit')}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool,
+        typer.Option("--version", callback=_show_version, help="Show the version and exit.", is_eager=True),
+    ] = False,
+) -> None:
+    """Align text-to-image flow models with fine-grained GRPO.
+
+    [bold]First steps[/bold]: look at what a recipe costs, run it, read its report.
+
+    [cyan]flowcredit plan recipes/shapes_g2rpo.yaml[/cyan]
+
+    [cyan]flowcredit train recipes/shapes_g2rpo.yaml[/cyan]
+
+    [cyan]flowcredit report runs/shapes_g2rpo[/cyan]
+    """
+
+
+@app.command()
+def train(
+    recipe: Annotated[
+        str | None, typer.Argument(metavar="RECIPE", help="A recipe file (YAML).", show_default=False)
+    ] = None,
+    overrides: Overrides = None,
+    resume: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="RUN",
+            help="Go on with the run in this folder, with the recipe it holds.",
+            show_default=False,
+        ),
+    ] = None,
+) -> None:
+    """Align a model as a recipe says, and write the run's folder.
+
+    The folder, runs/NAME, holds the whole recipe, a log (JSONL), checkpoints, images and the report.
+
+    Ctrl-C and a killed process lose no finished iteration.
+
+    [cyan]flowcredit train recipes/shapes_g2rpo.yaml[/cyan]
+
+    [cyan]flowcredit train recipes/shapes_g2rpo.yaml name=two 'algorithm.strides=[1, 2]' seed=2[/cyan]
+
+    [cyan]flowcredit train --resume runs/shapes_g2rpo[/cyan]
+
+    [cyan]flowcredit train --resume runs/shapes_g2rpo train.iterations=200[/cyan]
+    """
+    if resume is not None:
+        _resume(resume, _only_overrides(recipe, overrides))
+        return
+    if recipe is None:
+        raise InputError(
+            "train needs a recipe file, or --resume with the folder of a run; see flowcredit train --help"
+        )
+    from flowcredit.recipe_io import load_recipe
+
+    settings = load_recipe(recipe, overrides or [])
+    run_dir = Path(settings.output) / settings.name
+    # Of several processes only the first asks: it may have made the folder before the others look.
+    if os.environ.get("RANK", "0") == "0":
+        _refuse_existing_run(run_dir)
+    try:
+        from flowcredit import trainer
+
+        trainer.train(settings, run_dir)
+    except KeyboardInterrupt:
+        _say_how_to_resume(run_dir)
+
+
+@app.command()
+def evaluate(
+    source: RecipeOrRun,
+    overrides: Overrides = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Also write every score to this JSON file.", show_default=False),
+    ] = None,
+) -> None:
+    """Score the images of held-out prompts: the model of a recipe, or what a run made of it.
+
+    [cyan]flowcredit evaluate recipes/shapes_g2rpo.yaml[/cyan]
+
+    [cyan]flowcredit evaluate runs/shapes_g2rpo evaluation.prompts=400 --out scores.json[/cyan]
+    """
+    settings, run_dir = _open(source, overrides)
+    if out is not None:
+        _refuse_existing(out, "scores are not written over")
+    from flowcredit.evaluate import evaluate_command
+
+    evaluate_command(settings, run_dir, out)
+
+
+@app.command()
+def sample(
+    source: RecipeOrRun,
+    overrides: Overrides = None,
+    prompt: Annotated[
+        list[str] | None,
+        typer.Option(metavar="TEXT", help="A prompt; may be given several times.", show_default=False),
+    ] = None,
+    prompts: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FILE", help="A prompt file (.txt, .jsonl, or a bundled one) instead.", show_default=False
+        ),
+    ] = None,
+    out: Annotated[
+        Path, typer.Option(metavar="FOLDER", help="Folder for the images; made, and not written over.")
+    ] = Path("samples"),
+    count: Annotated[int, typer.Option(metavar="N", min=1, max=10_000, help="Images for each prompt.")] = 1,
+    seed: Annotated[int, typer.Option(metavar="N", min=0, help="Seed of the initial noises.")] = 0,
+) -> None:
+    """Draw images for prompts of your own: from the model of a recipe, or from what a run made of it.
+
+    [cyan]flowcredit sample recipes/shapes_g2rpo.yaml --prompt "a red circle" --out before[/cyan]
+
+    [cyan]flowcredit sample runs/shapes_g2rpo --prompt "a red circle" --count 4 --out after[/cyan]
+    """
+    settings, run_dir = _open(source, overrides)
+    chosen = _chosen_prompts(prompt, prompts)
+    _refuse_existing(out, "images are not written over")
+    from flowcredit.evaluate import sample_command
+
+    sample_command(settings, run_dir, chosen, out, count, seed)
+
+
+@app.command()
+def plan(source: RecipeOrRun, overrides: Overrides = None) -> None:
+    """Show the rollout tree of a recipe and what an iteration costs; nothing is loaded or run.
+
+    [cyan]flowcredit plan recipes/shapes_g2rpo.yaml[/cyan]
+
+    [cyan]flowcredit plan recipes/shapes_g2rpo.yaml 'algorithm.strides=[1]' algorithm.group_size=8[/cyan]
+    """
+    settings, _ = _open(source, overrides)
+    from flowcredit import algorithms
+
+    tree = algorithms.build(settings.algorithm).plan
+    typer.echo(tree.describe())
+    prompts = settings.train.prompts_per_iteration
+    trained = {tree.nodes[tree.segment_end[i]].parent for i in tree.transitions if tree.segments[i].trained}
+    costs = {
+        "velocity evaluations": tree.velocity_evaluations,
+        "  if nothing were shared": tree.naive_velocity_evaluations,
+        "decodes": tree.decodes,
+        f"scores ({len(settings.rewards)} x {tree.scores})": len(settings.rewards) * tree.scores,
+        "states trained on": sum(tree.nodes[node].width for node in trained if node is not None),
+    }
+    typer.echo(f"\n{'cost':<24} {'a prompt':>12} {'an iteration':>14}   ({prompts} prompts an iteration)")
+    for name, cost in costs.items():
+        typer.echo(f"{name:<24} {cost:>12,} {cost * prompts:>14,}")
+
+
+@app.command()
+def report(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="The folder of a run.", show_default=False)],
+) -> None:
+    """Write the report of a run anew, one HTML page, and say where it is.
+
+    [cyan]flowcredit report runs/shapes_g2rpo[/cyan]
+    """
+    _check_run(run)
+    from flowcredit.report import build_report
+
+    typer.echo(build_report(run))
+
+
+@app.command()
+def settings() -> None:
+    """List every setting of a recipe: its default, and what it is."""
+    from flowcredit.recipe_io import list_settings
+
+    for each in list_settings():
+        default = "(required)" if each.default is None else each.default
+        typer.echo(f"{each.setting} = {default}\n    {each.description}")
+
+
+def _resume(run_dir: Path, overrides: list[str]) -> None:
+    _check_run(run_dir)
+    try:
+        from flowcredit import trainer
+
+        trainer.resume(run_dir, overrides)
+    except KeyboardInterrupt:
+        _say_how_to_resume(run_dir)
+
+
+def _only_overrides(first: str | None, others: list[str] | None) -> list[str]:
+    """With --resume there is no recipe to name: the first argument is an override like the others."""
+    if first is not None and "=" not in first:
+        raise InputError(
+            f"--resume reads the run's own recipe; leave out '{first}' (overrides read setting=value)"
+        )
+    return [*([first] if first is not None else []), *(others or [])]
+
+
+def _say_how_to_resume(run_dir: Path) -> None:
+    if run_dir.is_dir():
+        advice = f"go on with: flowcredit train --resume {shlex.quote(str(run_dir))}"
+    else:
+        advice = "the run had not begun"
+    typer.echo(f"\nInterrupted; no finished iteration is lost; {advice}", err=True)
+    raise typer.Exit(INTERRUPTED)
+
+
+def _open(source: str, overrides: list[str] | None) -> "tuple[Recipe, Path | None]":
+    """The recipe that ``source`` is, or that the run in the folder ``source`` holds (with that folder)."""
+    from flowcredit.recipe_io import load_recipe
+
+    path = Path(source)
+    if not path.is_dir():
+        return load_recipe(path, overrides or []), None
+    return load_recipe(_check_run(path).recipe, overrides or []), path
+
+
+def _check_run(path: Path) -> "RunFolder":
+    from flowcredit.run_folder import RunFolder
+
+    folder = RunFolder(path)
+    if not folder.recipe.is_file():
+        found = f"it holds no {folder.recipe.name}" if path.is_dir() else "there is no such folder"
+        raise InputError(f"{path} is no run: {found}; expected the folder that flowcredit train wrote")
+    return folder
+
+
+def _refuse_existing_run(run_dir: Path) -> None:
+    resume = (
+        f"go on with it by flowcredit train --resume {shlex.quote(str(run_dir))}, or "
+        if run_dir.is_dir()
+        else ""
+    )
+    _refuse_existing(run_dir, f"a run is not written over; {resume}give this one another name by name=...")
+
+
+def _refuse_existing(path: Path, advice: str) -> None:
+    if path.exists():
+        raise InputError(f"{path} exists already; {advice}")
+
+
+def _chosen_prompts(texts: list[str] | None, file: str | None) -> "PromptSet":
+    from flowcredit.prompts import PromptSet, load_prompts
+
+    if file is not None and not texts:
+        chosen = load_prompts(file)
+        typer.echo(chosen.describe())
+        return chosen
+    if file is not None or not texts or not all(text.strip() for text in texts):
+        raise InputError(
+            'sample needs prompts: either --prompt "a red circle", once or more, or --prompts FILE'
+        )
+    return PromptSet(tuple(text.strip() for text in texts))
