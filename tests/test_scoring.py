@@ -21,6 +21,7 @@ class Decoder:
 
     network: nn.Module = field(default_factory=nn.Identity)
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    image_tokens: int = 1
     decoded: list[int] = field(default_factory=list)
 
     def decode(self, x0: Tensor) -> Tensor:

@@ -194,7 +194,7 @@ def score_leaves(
     scores = torch.full((len(rewards), len(rows)), torch.nan)
     failed = torch.zeros(len(rewards), dtype=torch.int64)
     for part in _batches(len(rows), batch_size):
-        images = _decode(model, torch.stack(rows[part]))
+        images = decode_images(model, torch.stack(rows[part]))
         of = owners[part]
         batch = _Batch(
             images,
@@ -225,7 +225,8 @@ def _memory(leaf: Tensor) -> tuple[Any, ...]:
     return leaf.data_ptr(), leaf.shape, leaf.stride(), leaf.dtype
 
 
-def _decode(model: FlowModel, rows: Tensor) -> Tensor:
+def decode_images(model: FlowModel, rows: Tensor) -> Tensor:
+    """[B, *D] states at sigma 0 to [B, 3, H, W] images; InputError where they are not finite numbers."""
     images = model.decode(rows.to(model.device, torch.float32))
     if not images.isfinite().all():
         raise InputError(

@@ -19,6 +19,8 @@ from PIL import Image
 from torch import Tensor, nn
 
 from flowcredit.errors import InputError
+from flowcredit.image_grid import to_pixels
+from flowcredit.shapes import bundled_path
 
 
 @dataclass(frozen=True)
@@ -39,8 +41,7 @@ class Preprocessing:
 
     def __call__(self, images: Tensor) -> Tensor:
         """[B, 3, H, W] in [0, 1] to [B, 3, H', W'] float32, normalised, on the CPU."""
-        pixels = (images.detach().float().clamp(0, 1) * 255).round().to(torch.uint8).permute(0, 2, 3, 1)
-        cut = np.stack([self._crop(self._resize(image)) for image in pixels.cpu().numpy()])
+        cut = np.stack([self._crop(self._resize(image)) for image in to_pixels(images)])
         scaled = torch.from_numpy(cut).permute(0, 3, 1, 2).to(torch.float64) * self.scale
         channel = (1, -1, 1, 1)
         mean, std = torch.tensor(self.mean).view(channel), torch.tensor(self.std).view(channel)
@@ -121,11 +122,7 @@ def load_clip_score(path: str, device: torch.device) -> ClipScore:
     Raises:
         InputError: no such folder, or one that holds no complete CLIP model.
     """
-    folder = Path(path)
-    if path.startswith("bundled:"):
-        from flowcredit.shapes import bundled_path
-
-        folder = bundled_path(path)
+    folder = bundled_path(path)
     config = _read_json(folder, "config.json")
     if config.get("model_type") != "clip":
         raise InputError(
