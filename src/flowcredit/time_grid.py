@@ -45,7 +45,8 @@ def shifted_linear(num_steps: int, shift: float = 1.0) -> Tensor:
     if not (math.isfinite(shift) and shift > 0):
         raise ValueError(f"the shift of a time grid is {shift}: expected a finite number above 0")
     u = torch.linspace(1, 0, num_steps + 1, dtype=torch.float64)
-    return check_grid(shift * u / (1 + (shift - 1) * u))
+    # Written so that u = 1 gives exactly 1.
+    return check_grid(shift * u / (shift * u + (1 - u)))
 
 
 def resolution_shift(
