@@ -17,23 +17,27 @@ from scipy import stats
 from torch import Tensor, nn
 
 from flowcredit import noise
-from flowcredit.config import EvaluationSettings, ScoringSettings
-from flowcredit.errors import InputError
-from flowcredit.evaluate import (
+from flowcredit.assembly import build_model
+from flowcredit.checkpoint import save_checkpoint
+from flowcredit.comparison import (
     Evaluation,
     compare,
-    evaluate,
     evaluation_table,
     group_means,
     paired_change,
-    sample,
     summarise,
 )
+from flowcredit.config import EvaluationSettings, Recipe, ScoringSettings
+from flowcredit.errors import InputError
+from flowcredit.evaluate import evaluate, evaluate_command, sample, sample_command
 from flowcredit.evaluation_files import load_evaluation, save_evaluation
 from flowcredit.image_grid import save_grid, tile_box, to_pixels
 from flowcredit.interfaces import Conditioning
 from flowcredit.prompts import PromptSet
+from flowcredit.run_folder import RunFolder
 from flowcredit.time_grid import shifted_linear
+from flowcredit.weights import trainable_parameters
+from tiny_flux import build_tiny_flux
 
 
 @dataclass
@@ -73,6 +77,11 @@ PROMPTS = PromptSet(
     source="prompts.jsonl",
 )
 SCORING = ScoringSettings(batch_size=2)
+
+
+def read_png(path: Path) -> Any:
+    with Image.open(path) as image:
+        return np.asarray(image)
 
 
 def brightness(images: Tensor, prompts: Sequence[str]) -> Tensor:
@@ -252,9 +261,10 @@ def test_files_bring_back_the_evaluation(tmp_path: Path) -> None:
     assert back.images is None
     assert layout is not None
     assert evaluation.images is not None
-    grid = Image.open(tmp_path / "images" / "000012.png")
+    picture = read_png(tmp_path / "images" / "000012.png")
     for index, image in enumerate(to_pixels(evaluation.images)):
-        tile = np.asarray(grid.crop(tile_box(layout, index)))
+        left, top, right, bottom = tile_box(layout, index)
+        tile = picture[top:bottom, left:right]
         enlarged = layout.enlarged
         assert tile.shape == (4 * enlarged, 4 * enlarged, 3)
         np.testing.assert_array_equal(tile[enlarged // 2 :: enlarged, enlarged // 2 :: enlarged], image)
@@ -271,7 +281,7 @@ def test_grid_enlarges_small_images_by_whole_pixels_and_leaves_large_ones(tmp_pa
     small = torch.rand(5, 3, 6, 10, generator=torch.Generator().manual_seed(0))
     layout = save_grid(small, tmp_path / "small.png", columns=3, smallest_tile=20)
     assert (layout.tile_height, layout.tile_width, layout.enlarged) == (24, 40, 4)
-    picture = np.asarray(Image.open(tmp_path / "small.png"))
+    picture = read_png(tmp_path / "small.png")
     left, top, right, bottom = tile_box(layout, 4)
     tile = picture[top:bottom, left:right]
     np.testing.assert_array_equal(tile, to_pixels(small)[4].repeat(4, axis=0).repeat(4, axis=1))
@@ -280,3 +290,81 @@ def test_grid_enlarges_small_images_by_whole_pixels_and_leaves_large_ones(tmp_pa
     assert (large.tile_height, large.enlarged) == (24, 1)
     with pytest.raises(ValueError, match="N at least 1"):
         save_grid(torch.rand(0, 3, 4, 4), tmp_path / "none.png")
+
+
+@pytest.fixture(scope="module")
+def recipe(tmp_path_factory: pytest.TempPathFactory) -> Recipe:
+    folder = tmp_path_factory.mktemp("tiny")
+    (folder / "prompts.txt").write_text("a red circle\na blue square\n")
+    return Recipe.model_validate(
+        {
+            "name": "tiny",
+            "model": {
+                "path": str(build_tiny_flux(folder / "model")),
+                "height": 16,
+                "width": 16,
+                "max_sequence_length": 8,
+                "dtype": "float32",
+                "device": "cpu",
+            },
+            "prompts": {"train": str(folder / "prompts.txt"), "heldout": str(folder / "prompts.txt")},
+            "algorithm": {"num_steps": 2, "train_steps": [0], "group_size": 2, "strides": [1]},
+            "rewards": ["test_evaluate:brightness"],
+            "train": {"mixed_precision": "no"},
+            "evaluation": {"batch_size": 3},
+        }
+    )
+
+
+def finished_run(recipe: Recipe, run_dir: Path) -> Path:
+    """A run whose only checkpoint holds half of the trained weights' values."""
+    halved = {
+        name: value.detach() * 0.5
+        for name, value in trainable_parameters(build_model(recipe).network).items()
+    }
+    RunFolder(run_dir).create(recipe)
+    save_checkpoint(RunFolder(run_dir).checkpoints, 5, {"weights": halved}, {}, keep_last=1)
+    return run_dir
+
+
+def test_evaluate_command_scores_a_recipe_and_a_run(
+    recipe: Recipe, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    evaluate_command(recipe, None, tmp_path / "base.json")
+    run_dir = finished_run(recipe, tmp_path / "run")
+    evaluate_command(recipe, run_dir, tmp_path / "trained.json")
+    base, _ = load_evaluation(tmp_path / "base.json")
+    trained, _ = load_evaluation(tmp_path / "trained.json")
+    assert (base.iteration, trained.iteration) == (0, 5)
+    assert base.prompts == ("a red circle", "a blue square")
+    name = "test_evaluate:brightness"
+    assert base.scores[name] != trained.scores[name]
+    printed = capsys.readouterr().out
+    assert f"{summarise(trained.scores[name]).mean:.3f}" in printed
+    (run_dir / "checkpoints" / "000005" / "weights.safetensors").write_bytes(b"")
+    with pytest.raises(InputError, match=r"run: no whole checkpoint; .*weights\.safetensors"):
+        evaluate_command(recipe, run_dir, None)
+
+
+def test_sample_command_writes_each_image_by_prompt_and_seed(recipe: Recipe, tmp_path: Path) -> None:
+    prompts = PromptSet(("a red circle", "a/blue: square!"))
+    sample_command(recipe, None, prompts, tmp_path / "two", count=2, seed=3)
+    listed = [json.loads(line) for line in (tmp_path / "two" / "images.jsonl").read_text().splitlines()]
+    assert sorted((entry["prompt"], entry["seed"]) for entry in listed) == [
+        ("a red circle", 3),
+        ("a red circle", 4),
+        ("a/blue: square!", 3),
+        ("a/blue: square!", 4),
+    ]
+    files = {(entry["prompt"], entry["seed"]): tmp_path / "two" / entry["file"] for entry in listed}
+    pictures = {key: read_png(file) for key, file in files.items()}
+    assert pictures["a red circle", 3].shape == (16, 16, 3)
+    assert (pictures["a red circle", 3] != pictures["a red circle", 4]).any()
+    # The same prompt and seed give the same image, however many are drawn.
+    sample_command(recipe, None, prompts, tmp_path / "one", count=1, seed=4)
+    again = next((tmp_path / "one").glob("0001-*.png"))
+    assert again.name == "0001-a-blue-square-4.png"
+    np.testing.assert_allclose(
+        read_png(again).astype(int), pictures["a/blue: square!", 4].astype(int), atol=1
+    )
+    assert read_png(tmp_path / "two" / "grid.png").shape[1] > 2 * 16

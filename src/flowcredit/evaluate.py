@@ -3,56 +3,43 @@
 Axes: N prompts of the evaluation, B of one batch, T steps of the grid, H and W image height and width.
 """
 
-import math
+import json
+import re
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from contextlib import contextmanager
+from pathlib import Path
 from typing import NoReturn
 
+import rich.progress
 import torch
-from rich.table import Table
-from rich.text import Text
+from rich.console import Console
 from torch import Tensor
 
-from flowcredit.config import EvaluationSettings, ScoringSettings
+from flowcredit.comparison import Evaluation, evaluation_table, summarise
+from flowcredit.config import EvaluationSettings, Recipe, ScoringSettings
 from flowcredit.errors import InputError
+from flowcredit.image_grid import save_grid, save_image
 from flowcredit.interfaces import FlowModel, Reward
 from flowcredit.plan import Plan, Segment
-from flowcredit.prompts import PromptSet
+from flowcredit.prompts import PromptSet, load_prompts
 from flowcredit.rollout import KeyedNoise, rollout
 from flowcredit.scoring import check_columns, decode_images, score_images
+
+__all__ = [
+    "Evaluation",
+    "evaluate",
+    "evaluate_command",
+    "evaluation_table",
+    "sample",
+    "sample_command",
+    "summarise",
+]
 
 Progress = Callable[[int], None]
 
 _ITERATION = -1
 """The iteration that keys the noises of an evaluation: none of training's, whatever its seed."""
-
-
-@dataclass(frozen=True)
-class Evaluation:
-    """Every score of one evaluation; what is told about it is computed from these."""
-
-    iteration: int
-    """Finished training iterations; 0 is the model before training."""
-    prompts: tuple[str, ...]
-    scores: Mapping[str, tuple[float, ...]]
-    """Per reward one score for each prompt, NaN where there is none."""
-    group_by: str | None = None
-    groups: tuple[str, ...] = ()
-    """The group of each prompt (its value of the column ``group_by``); empty without one."""
-    seconds: float = field(default=math.nan, compare=False)
-    images: Tensor | None = field(default=None, compare=False)
-    """[n, 3, H, W] in [0, 1]: the images of the first n prompts; None when read back from a file."""
-
-
-@dataclass(frozen=True)
-class Summary:
-    """Mean of the scores there are, with its standard error (sample deviation / sqrt(count))."""
-
-    mean: float
-    standard_error: float
-    count: int
-    missing: int
 
 
 def sample(
@@ -141,113 +128,114 @@ def evaluate(
     )
 
 
-def summarise(scores: Sequence[float]) -> Summary:
-    """Mean and standard error of the scores that are not NaN; both NaN where there are too few."""
-    there = [score for score in scores if not math.isnan(score)]
-    count = len(there)
-    mean = math.fsum(there) / count if count else math.nan
-    error = math.nan
-    if count > 1:
-        error = math.sqrt(math.fsum((score - mean) ** 2 for score in there) / (count - 1) / count)
-    return Summary(mean, error, count, len(scores) - count)
+def evaluate_command(recipe: Recipe, run_dir: Path | None, out: Path | None) -> None:
+    """Evaluate a recipe's model, or with ``run_dir`` what that run made of it; print the table.
 
-
-def group_rows(evaluation: Evaluation) -> dict[str, list[int]]:
-    """The prompts of each group, groups in the order in which they first appear."""
-    rows: dict[str, list[int]] = {}
-    for row, group in enumerate(evaluation.groups):
-        rows.setdefault(group, []).append(row)
-    return rows
-
-
-def group_means(evaluation: Evaluation, reward: str) -> dict[str, Summary]:
-    """`summarise` for each group, such as the exact match of each task."""
-    scores = evaluation.scores[reward]
-    return {group: summarise([scores[row] for row in rows]) for group, rows in group_rows(evaluation).items()}
-
-
-def paired_change(
-    before: Evaluation, after: Evaluation, reward: str, rows: Sequence[int] | None = None
-) -> Summary:
-    """Mean change of a reward and its standard error over the prompts (or some of them).
-
-    Both evaluations start from the same noise for the same prompt, so the differences prompt by prompt
-    are summarised: their error is smaller than that of two independent means.
-
-    Raises:
-        ValueError: the two are not of the same prompts.
+    ``out``: file for every score, as JSON. Raises InputError as `evaluate` does, and for a run that has
+    no finished iteration.
     """
-    if before.prompts != after.prompts:
-        raise ValueError(
-            f"evaluations of {len(before.prompts)} and {len(after.prompts)} different prompts cannot be "
-            "compared; evaluate both on the same prompt file"
+    from flowcredit.assembly import build_grid, build_model, build_rewards, device_of
+    from flowcredit.evaluation_files import to_json
+    from flowcredit.run_folder import write_text
+
+    heldout = load_prompts(recipe.prompts.heldout)
+    device = device_of(recipe.model.device)
+    rewards = {**build_rewards(recipe.rewards, device), **build_rewards(recipe.watch, device)}
+    check_columns(rewards, heldout.columns, heldout.source)
+    model = build_model(recipe)
+    steps = recipe.evaluation.num_steps or recipe.algorithm.num_steps
+    grid = build_grid(recipe.grid, model, steps)
+    total = min(len(heldout), recipe.evaluation.prompts) * steps
+    console = Console()
+    with _weights_of(model, run_dir) as iteration, _bar(console, "evaluating", total) as advance:
+        result = evaluate(
+            model,
+            heldout,
+            rewards,
+            recipe.evaluation,
+            grid,
+            scoring=recipe.scoring,
+            iteration=iteration,
+            progress=advance,
         )
-    old, new = before.scores[reward], after.scores[reward]
-    chosen = range(len(old)) if rows is None else rows
-    return summarise([new[row] - old[row] for row in chosen])
+    console.print(evaluation_table(result))
+    if out is not None:
+        write_text(out, json.dumps(to_json(result), indent=1, allow_nan=False) + "\n")
+        console.print(f"scores: {out}", highlight=False, soft_wrap=True)
 
 
-@dataclass(frozen=True)
-class ComparisonRow:
-    """One line of the table: a reward, or one group of it (``group`` is then its name)."""
+def sample_command(
+    recipe: Recipe, run_dir: Path | None, prompts: PromptSet, out: Path, count: int, seed: int
+) -> None:
+    """Draw ``count`` images for each prompt, with the seeds ``seed``, ``seed + 1``, ..., into ``out``.
 
-    reward: str
-    group: str | None
-    before: Summary
-    after: Summary | None
-    change: Summary | None
-
-
-def compare(before: Evaluation, after: Evaluation | None) -> list[ComparisonRow]:
-    """The lines of the table before/after: each reward; then, by group, those that are rates.
-
-    A reward is a rate if all its scores are 0 or 1 (an exact match). Without any, the first reward is
-    split by group.
+    Each image is a PNG of its own size, listed with its prompt and seed in ``images.jsonl``; up to 64 of
+    them are also laid side by side in ``grid.png``, a row for each prompt.
     """
-    shared = [name for name in before.scores if after is None or name in after.scores]
-    every: list[int] = list(range(len(before.prompts)))
-    lines = [_line(before, after, name, None, every) for name in shared]
-    split = [name for name in shared if _is_rate(before, name) and (after is None or _is_rate(after, name))]
-    for name in split or shared[:1]:
-        for group, rows in group_rows(before).items():
-            lines.append(_line(before, after, name, group, rows))
-    return lines
+    from flowcredit.assembly import build_grid, build_model
+
+    model = build_model(recipe)
+    steps = recipe.evaluation.num_steps or recipe.algorithm.num_steps
+    grid = build_grid(recipe.grid, model, steps)
+    console = Console()
+    out.mkdir(parents=True)
+    rows: dict[tuple[int, int], Tensor] = {}
+    with (
+        _weights_of(model, run_dir),
+        _bar(console, "sampling", len(prompts) * count * steps) as advance,
+        (out / "images.jsonl").open("w", encoding="utf-8") as listing,
+    ):
+        for place, of_seed in enumerate(range(seed, seed + count)):
+            batches = sample(
+                model,
+                prompts.prompts,
+                grid,
+                seed=of_seed,
+                batch_size=recipe.evaluation.batch_size,
+                progress=advance,
+            )
+            for index, image in enumerate(image for batch in batches for image in batch):
+                name = f"{index:04d}-{_slug(prompts.prompts[index])}-{of_seed}.png"
+                save_image(image, out / name)
+                entry = {"file": name, "prompt": prompts.prompts[index], "seed": of_seed}
+                listing.write(json.dumps(entry, ensure_ascii=False) + "\n")
+                if len(prompts) * count <= 64:
+                    rows[index, place] = image.cpu()
+    if rows:
+        save_grid(torch.stack([rows[key] for key in sorted(rows)]), out / "grid.png", columns=count)
+    console.print(f"{len(prompts) * count} images: {out}", highlight=False, soft_wrap=True)
 
 
-def evaluation_table(before: Evaluation, after: Evaluation | None = None) -> Table:
-    """The comparison as a table for the console; with ``before`` alone, its means."""
-    table = Table(
-        title=f"Held-out evaluation, {len(before.prompts)} prompts", title_justify="left", title_style="bold"
-    )
-    table.add_column("reward")
-    if after is None:
-        table.add_column("mean ± standard error", justify="right")
-    else:
-        table.add_column(_moment(before), justify="right")
-        table.add_column(_moment(after), justify="right")
-        table.add_column("change ± standard error", justify="right")
-    section: tuple[str, bool] | None = None
-    for line in compare(before, after):
-        this = (line.reward, line.group is not None)
-        if section is not None and line.group is not None and this != section:
-            table.add_section()
-        section = this
-        name = line.reward if line.group is None else f"{line.reward}, {line.group}"
-        cells: list[str | Text] = [format_summary(line.before, error=after is None)]
-        if line.after is not None and line.change is not None:
-            cells += [format_summary(line.after, error=False), _styled_change(line.change)]
-        table.add_row(name, *cells)
-    return table
+@contextmanager
+def _weights_of(model: FlowModel, run_dir: Path | None) -> Iterator[int]:
+    """The model with a run's newest weights, averaged ones where the run keeps them; its iterations."""
+    from flowcredit.checkpoint import latest_checkpoint
+    from flowcredit.run_folder import RunFolder
+    from flowcredit.weights import weights_replaced
+
+    if run_dir is None:
+        yield 0
+        return
+    checkpoint, damaged = latest_checkpoint(RunFolder(run_dir).checkpoints)
+    if checkpoint is None:
+        raise InputError(
+            f"{run_dir}: no whole checkpoint{''.join(f'; {line}' for line in damaged)}; expected a run with "
+            "a finished iteration (flowcredit train --resume goes on with it)"
+        )
+    groups = checkpoint.groups
+    with weights_replaced(model.network, groups["ema"] if "ema" in groups else groups["weights"]):
+        yield checkpoint.iteration
 
 
-def format_summary(summary: Summary, *, error: bool = True, signed: bool = False) -> str:
-    """A mean with three decimals, its error, and how many scores are missing."""
-    if summary.count == 0:
-        return "no score"
-    text = f"{summary.mean:{'+' if signed else ''}.3f}"
-    if error and not math.isnan(summary.standard_error):
-        text += f" ± {summary.standard_error:.3f}"
-    return text + (f" ({summary.missing} without a score)" if summary.missing else "")
+@contextmanager
+def _bar(console: Console, what: str, total: int) -> Iterator[Progress]:
+    with rich.progress.Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
+        task = bar.add_task(what, total=total)
+        yield lambda done: bar.advance(task, done)
+
+
+def _slug(prompt: str) -> str:
+    return re.sub(r"[^0-9A-Za-z]+", "-", prompt)[:40].strip("-") or "prompt"
 
 
 def _no_noise(x: Tensor, v: Tensor, k: int, k_next: int) -> NoReturn:
@@ -263,30 +251,3 @@ def _groups(chosen: PromptSet, group_by: str | None) -> tuple[str, ...]:
             f"{chosen.source}: evaluation.group_by is {group_by!r}, but the columns here are: {has}"
         )
     return tuple(str(value) for value in chosen.columns[group_by])
-
-
-def _is_rate(evaluation: Evaluation, reward: str) -> bool:
-    return all(score in (0.0, 1.0) or math.isnan(score) for score in evaluation.scores[reward])
-
-
-def _line(
-    before: Evaluation, after: Evaluation | None, reward: str, group: str | None, rows: Sequence[int]
-) -> ComparisonRow:
-    return ComparisonRow(
-        reward,
-        group,
-        before=summarise([before.scores[reward][row] for row in rows]),
-        after=None if after is None else summarise([after.scores[reward][row] for row in rows]),
-        change=None if after is None else paired_change(before, after, reward, rows),
-    )
-
-
-def _moment(evaluation: Evaluation) -> str:
-    return "before" if evaluation.iteration == 0 else f"after {evaluation.iteration}"
-
-
-def _styled_change(change: Summary) -> Text:
-    certain = abs(change.mean) > 2 * change.standard_error
-    return Text(
-        format_summary(change, signed=True), "" if not certain else "green" if change.mean > 0 else "red"
-    )

@@ -5,23 +5,21 @@ import math
 from pathlib import Path
 from typing import Any
 
+from flowcredit.comparison import Evaluation, Summary, group_means, summarise
 from flowcredit.errors import InputError
-from flowcredit.evaluate import Evaluation, Summary, group_means, summarise
 from flowcredit.image_grid import Layout, save_grid
+from flowcredit.run_folder import RunFolder, write_text
 from flowcredit.text_file import read_text
 
 
 def save_evaluation(evaluation: Evaluation, run_dir: Path) -> Path:
     """Write ``evaluations/NNNNNN.json`` and, of kept images, ``images/NNNNNN.png``; the JSON's path."""
-    name = f"{evaluation.iteration:06d}"
+    folder = RunFolder(run_dir)
     layout = None
     if evaluation.images is not None and len(evaluation.images) > 0:
-        layout = save_grid(evaluation.images, run_dir / "images" / f"{name}.png")
-    path = run_dir / "evaluations" / f"{name}.json"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_suffix(".json.part")
-    part.write_text(json.dumps(to_json(evaluation, layout), indent=1, allow_nan=False) + "\n", "utf-8")
-    part.replace(path)
+        layout = save_grid(evaluation.images, folder.images(evaluation.iteration))
+    path = folder.evaluation(evaluation.iteration)
+    write_text(path, json.dumps(to_json(evaluation, layout), indent=1, allow_nan=False) + "\n")
     return path
 
 

@@ -54,6 +54,11 @@ def save_grid(
     return layout
 
 
+def save_image(image: Tensor, path: Path) -> None:
+    """Write one [3, H, W] image in [0, 1] to a PNG of its own size."""
+    Image.fromarray(to_pixels(image[None])[0]).save(path)
+
+
 def tile_box(layout: Layout, index: int) -> tuple[int, int, int, int]:
     """Left, top, right and bottom of an image in its grid, in pixels, as Pillow's ``crop`` takes them."""
     row, column = divmod(index, layout.columns)

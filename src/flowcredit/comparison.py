@@ -1,0 +1,175 @@
+"""What evaluations say: means with their errors, by reward and by group, before and after.
+
+Before and after share prompts and noises, so a change is summarised prompt by prompt.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from rich.table import Table
+from rich.text import Text
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """Every score of one evaluation; what is told about it is computed from these."""
+
+    iteration: int
+    """Finished training iterations; 0 is the model before training."""
+    prompts: tuple[str, ...]
+    scores: Mapping[str, tuple[float, ...]]
+    """Per reward one score for each prompt, NaN where there is none."""
+    group_by: str | None = None
+    groups: tuple[str, ...] = ()
+    """The group of each prompt (its value of the column ``group_by``); empty without one."""
+    seconds: float = field(default=math.nan, compare=False)
+    images: Tensor | None = field(default=None, compare=False)
+    """[n, 3, H, W] in [0, 1]: the images of the first n prompts; None when read back from a file."""
+
+
+@dataclass(frozen=True)
+class Summary:
+    """Mean of the scores there are, with its standard error (sample deviation / sqrt(count))."""
+
+    mean: float
+    standard_error: float
+    count: int
+    missing: int
+
+
+def summarise(scores: Sequence[float]) -> Summary:
+    """Mean and standard error of the scores that are not NaN; both NaN where there are too few."""
+    there = [score for score in scores if not math.isnan(score)]
+    count = len(there)
+    mean = math.fsum(there) / count if count else math.nan
+    error = math.nan
+    if count > 1:
+        error = math.sqrt(math.fsum((score - mean) ** 2 for score in there) / (count - 1) / count)
+    return Summary(mean, error, count, len(scores) - count)
+
+
+def group_rows(evaluation: Evaluation) -> dict[str, list[int]]:
+    """The prompts of each group, groups in the order in which they first appear."""
+    rows: dict[str, list[int]] = {}
+    for row, group in enumerate(evaluation.groups):
+        rows.setdefault(group, []).append(row)
+    return rows
+
+
+def group_means(evaluation: Evaluation, reward: str) -> dict[str, Summary]:
+    """`summarise` for each group, such as the exact match of each task."""
+    scores = evaluation.scores[reward]
+    return {group: summarise([scores[row] for row in rows]) for group, rows in group_rows(evaluation).items()}
+
+
+def paired_change(
+    before: Evaluation, after: Evaluation, reward: str, rows: Sequence[int] | None = None
+) -> Summary:
+    """Mean change of a reward and its standard error over the prompts (or some of them).
+
+    Both evaluations start from the same noise for the same prompt, so the differences prompt by prompt
+    are summarised: their error is smaller than that of two independent means.
+
+    Raises:
+        ValueError: the two are not of the same prompts.
+    """
+    if before.prompts != after.prompts:
+        raise ValueError(
+            f"evaluations of {len(before.prompts)} and {len(after.prompts)} different prompts cannot be "
+            "compared; evaluate both on the same prompt file"
+        )
+    old, new = before.scores[reward], after.scores[reward]
+    chosen = range(len(old)) if rows is None else rows
+    return summarise([new[row] - old[row] for row in chosen])
+
+
+@dataclass(frozen=True)
+class ComparisonRow:
+    """One line of the table: a reward, or one group of it (``group`` is then its name)."""
+
+    reward: str
+    group: str | None
+    before: Summary
+    after: Summary | None
+    change: Summary | None
+
+
+def compare(before: Evaluation, after: Evaluation | None) -> list[ComparisonRow]:
+    """The lines of the table before/after: each reward; then, by group, those that are rates.
+
+    A reward is a rate if all its scores are 0 or 1 (an exact match). Without any, the first reward is
+    split by group.
+    """
+    shared = [name for name in before.scores if after is None or name in after.scores]
+    every: list[int] = list(range(len(before.prompts)))
+    lines = [_line(before, after, name, None, every) for name in shared]
+    split = [name for name in shared if _is_rate(before, name) and (after is None or _is_rate(after, name))]
+    for name in split or shared[:1]:
+        for group, rows in group_rows(before).items():
+            lines.append(_line(before, after, name, group, rows))
+    return lines
+
+
+def evaluation_table(before: Evaluation, after: Evaluation | None = None) -> Table:
+    """The comparison as a table for the console; with ``before`` alone, its means."""
+    table = Table(
+        title=f"Held-out evaluation, {len(before.prompts)} prompts", title_justify="left", title_style="bold"
+    )
+    table.add_column("reward")
+    if after is None:
+        table.add_column("mean ± standard error", justify="right")
+    else:
+        table.add_column(_moment(before), justify="right")
+        table.add_column(_moment(after), justify="right")
+        table.add_column("change ± standard error", justify="right")
+    section: tuple[str, bool] | None = None
+    for line in compare(before, after):
+        this = (line.reward, line.group is not None)
+        if section is not None and line.group is not None and this != section:
+            table.add_section()
+        section = this
+        name = line.reward if line.group is None else f"{line.reward}, {line.group}"
+        cells: list[str | Text] = [format_summary(line.before, error=after is None)]
+        if line.after is not None and line.change is not None:
+            cells += [format_summary(line.after, error=False), _styled_change(line.change)]
+        table.add_row(name, *cells)
+    return table
+
+
+def format_summary(summary: Summary, *, error: bool = True, signed: bool = False) -> str:
+    """A mean with three decimals, its error, and how many scores are missing."""
+    if summary.count == 0:
+        return "no score"
+    text = f"{summary.mean:{'+' if signed else ''}.3f}"
+    if error and not math.isnan(summary.standard_error):
+        text += f" ± {summary.standard_error:.3f}"
+    return text + (f" ({summary.missing} without a score)" if summary.missing else "")
+
+
+def _is_rate(evaluation: Evaluation, reward: str) -> bool:
+    return all(score in (0.0, 1.0) or math.isnan(score) for score in evaluation.scores[reward])
+
+
+def _line(
+    before: Evaluation, after: Evaluation | None, reward: str, group: str | None, rows: Sequence[int]
+) -> ComparisonRow:
+    return ComparisonRow(
+        reward,
+        group,
+        before=summarise([before.scores[reward][row] for row in rows]),
+        after=None if after is None else summarise([after.scores[reward][row] for row in rows]),
+        change=None if after is None else paired_change(before, after, reward, rows),
+    )
+
+
+def _moment(evaluation: Evaluation) -> str:
+    return "before" if evaluation.iteration == 0 else f"after {evaluation.iteration}"
+
+
+def _styled_change(change: Summary) -> Text:
+    certain = abs(change.mean) > 2 * change.standard_error
+    return Text(
+        format_summary(change, signed=True), "" if not certain else "green" if change.mean > 0 else "red"
+    )
