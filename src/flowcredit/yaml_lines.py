@@ -14,6 +14,7 @@ from flowcredit.errors import InputError
 Path = tuple[str | int, ...]
 """Keys and list indices from the root."""
 
+_UNICODE_BREAKS = frozenset("\x85\u2028\u2029")
 _NULL = re.compile(r"^(~|null|Null|NULL|)$")
 _BOOL = re.compile(r"^(true|True|TRUE|false|False|FALSE)$")
 _INT = re.compile(r"^[-+]?[0-9]+$")
@@ -35,7 +36,13 @@ class _Dumper(yaml.SafeDumper):
         inline = not any(isinstance(item, dict | list | tuple) for item in sequence)
         return super().represent_sequence(tag, sequence, flow_style=inline)
 
+    def represent_str(self, data: str) -> yaml.ScalarNode:
+        # PyYAML escapes these only between double quotes, and elsewhere folds them like line ends.
+        style = '"' if _UNICODE_BREAKS.intersection(data) else None
+        return self.represent_scalar("tag:yaml.org,2002:str", data, style=style)
 
+
+_Dumper.add_representer(str, _Dumper.represent_str)
 _Loader.yaml_implicit_resolvers = {}
 for _tag, _pattern, _first in (
     ("null", _NULL, ["~", "n", "N", ""]),
