@@ -89,6 +89,11 @@ class GaussianMixtureFlow:
         """Where the parameters are."""
         return next(self.network.parameters()).device
 
+    @property
+    def image_tokens(self) -> int:
+        """One token a latent dimension."""
+        return math.prod(self.shape)
+
     def encode(self, prompts: Sequence[str]) -> Mapping[str, Tensor]:
         """``{"offset": [B, N]}``: what each prompt adds to the means; equal prompts, equal rows."""
         size = math.prod(self.shape)
