@@ -9,6 +9,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from pydantic import Field, ValidationError
 
+from flowcredit.algorithms import build
 from flowcredit.config import NAME_ALONE, G2RPOSettings, Recipe, Section
 from flowcredit.errors import InputError
 from flowcredit.recipe_io import (
@@ -21,6 +22,7 @@ from flowcredit.recipe_io import (
     recipe_diff,
 )
 
+RECIPES = Path(__file__).parent.parent / "recipes"
 MINIMAL = """\
 name: demo
 model: {path: "bundled:shapes"}
@@ -371,3 +373,13 @@ def test_a_noise_table_is_a_list_of_levels(tmp_path: Path) -> None:
         file.write_text(content, encoding="utf-8")
         with pytest.raises(InputError, match=told):
             read_noise_table(file)
+
+
+@pytest.mark.parametrize("file", sorted(RECIPES.glob("*.yaml")), ids=lambda file: file.name)
+def test_shipped_recipes_are_whole(file: Path) -> None:
+    recipe = load_recipe(file)
+    assert build(recipe.algorithm).plan.velocity_evaluations > 0
+
+
+def test_there_is_the_demo_recipe() -> None:
+    assert (RECIPES / "shapes_g2rpo.yaml").is_file()

@@ -73,7 +73,7 @@ def _options(
 
     [cyan]flowcredit train recipes/shapes_g2rpo.yaml[/cyan]
 
-    [cyan]flowcredit report runs/shapes_g2rpo[/cyan]
+    [cyan]flowcredit report runs/shapes-g2rpo[/cyan]
     """
 
 
@@ -102,9 +102,9 @@ def train(
 
     [cyan]flowcredit train recipes/shapes_g2rpo.yaml name=two 'algorithm.strides=[1, 2]' seed=2[/cyan]
 
-    [cyan]flowcredit train --resume runs/shapes_g2rpo[/cyan]
+    [cyan]flowcredit train --resume runs/shapes-g2rpo[/cyan]
 
-    [cyan]flowcredit train --resume runs/shapes_g2rpo train.iterations=200[/cyan]
+    [cyan]flowcredit train --resume runs/shapes-g2rpo train.iterations=200[/cyan]
     """
     if resume is not None:
         _resume(resume, _only_overrides(recipe, overrides))
@@ -141,7 +141,7 @@ def evaluate(
 
     [cyan]flowcredit evaluate recipes/shapes_g2rpo.yaml[/cyan]
 
-    [cyan]flowcredit evaluate runs/shapes_g2rpo evaluation.prompts=400 --out scores.json[/cyan]
+    [cyan]flowcredit evaluate runs/shapes-g2rpo evaluation.prompts=400 --out scores.json[/cyan]
     """
     settings, run_dir = _open(source, overrides)
     if out is not None:
@@ -175,7 +175,7 @@ def sample(
 
     [cyan]flowcredit sample recipes/shapes_g2rpo.yaml --prompt "a red circle" --out before[/cyan]
 
-    [cyan]flowcredit sample runs/shapes_g2rpo --prompt "a red circle" --count 4 --out after[/cyan]
+    [cyan]flowcredit sample runs/shapes-g2rpo --prompt "a red circle" --count 4 --out after[/cyan]
     """
     settings, run_dir = _open(source, overrides)
     chosen = _chosen_prompts(prompt, prompts)
@@ -218,7 +218,7 @@ def report(
 ) -> None:
     """Write the report of a run anew, one HTML page, and say where it is.
 
-    [cyan]flowcredit report runs/shapes_g2rpo[/cyan]
+    [cyan]flowcredit report runs/shapes-g2rpo[/cyan]
     """
     _check_run(run)
     from flowcredit.report import build_report
