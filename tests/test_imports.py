@@ -14,7 +14,7 @@ PACKAGE = ROOT / "src" / "flowcredit"
 
 FLOORS = (
     ("errors",),
-    ("text_file", "yaml_lines", "config", "shapes", "image_grid"),
+    ("text_file", "yaml_lines", "config", "shapes", "image_grid", "console"),
     ("recipe_io", "prompts"),
     ("plan", "time_grid"),
     ("noise", "advantages", "policy_loss"),
@@ -27,7 +27,7 @@ FLOORS = (
     ("assembly",),
     ("evaluation_files",),
     ("evaluate", "calibration"),
-    ("report", "console"),
+    ("report",),
     ("trainer",),
     ("cli",),
 )
