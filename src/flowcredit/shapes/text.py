@@ -4,6 +4,8 @@ Every word of the prompts is one token in both; anything else falls back to byte
 """
 
 import json
+from collections import Counter
+from itertools import pairwise
 from pathlib import Path
 
 from flowcredit.shapes.scenes import COLOURS, NUMBERS, RELATIONS, SHAPES, plural
@@ -28,14 +30,29 @@ def _byte_symbols() -> list[str]:
 
 
 def _merges() -> list[tuple[str, str]]:
-    pairs: dict[tuple[str, str], None] = {}
-    for word in words():
-        symbols = [*word[:-1], word[-1] + "</w>"]
-        left = symbols[0]
-        for right in symbols[1:]:
-            pairs[(left, right)] = None
-            left += right
-    return list(pairs)
+    """Byte-pair merges, most frequent pair first, until every word is one token.
+
+    Merges are applied in the order in which they were found, so what was trained is what a tokenizer does;
+    merges listed word by word would break one another's words.
+    """
+    spelled = [[*word[:-1], word[-1] + "</w>"] for word in words()]
+    merges = []
+    while any(len(symbols) > 1 for symbols in spelled):
+        pairs = Counter(pair for symbols in spelled for pair in pairwise(symbols))
+        best = max(pairs, key=lambda pair: (pairs[pair], pair))
+        merges.append(best)
+        spelled = [_merged(symbols, best) for symbols in spelled]
+    return merges
+
+
+def _merged(symbols: list[str], pair: tuple[str, str]) -> list[str]:
+    result: list[str] = []
+    for symbol in symbols:
+        if result and (result[-1], symbol) == pair:
+            result[-1] += symbol
+        else:
+            result.append(symbol)
+    return result
 
 
 def write_clip_tokenizer(folder: Path) -> dict[str, int]:
