@@ -255,6 +255,43 @@ def test_a_picture_in_full() -> None:
     ]
 
 
+def test_a_picture_of_probes_keeps_the_trajectory_in_one_row() -> None:
+    segments = (
+        Segment(None, (0, 1), stochastic=True),
+        Segment(0, (1, 4), scored=True),
+        Segment(0, (1, 2, 4), scored=True),
+        Segment(0, (1, 2), stochastic=True),
+        Segment(3, (2, 3), fan_out=2, stochastic=True, trained=False),
+        Segment(4, (3, 4), scored=True),
+        Segment(3, (2, 3, 4), scored=True),
+        Segment(None, (0, 4), scored=True),
+        Segment(None, (0, 2, 4), scored=True),
+    )
+    assert Plan(4, segments, root_width=3).describe().splitlines()[1:-2] == [
+        "0 1 2 3 4",
+        "●~●~●─●─●  ×3 trained scored",
+        "│ │ └~●─●  ×6 untrained scored",
+        "│ ├─────●  ×3 scored",
+        "│ └─●───●  ×3 scored",
+        "├───────●  ×3 scored",
+        "└───●───●  ×3 scored",
+    ]
+
+
+def test_a_picture_gives_the_row_to_the_first_that_goes_on() -> None:
+    segments = (
+        Segment(None, (0, 1)),
+        Segment(0, (1, 2), stochastic=True),
+        Segment(0, (1, 3), stochastic=True),
+        Segment(1, (2, 4), scored=True),
+        Segment(2, (3, 4), scored=True),
+    )
+    assert Plan(4, segments).describe().splitlines()[2:-2] == [
+        "●─●~●───●  ×1 trained scored",
+        "  └~~~●─●  ×1 trained scored",
+    ]
+
+
 OK = Segment(None, (0, 1, 2, 3), scored=True)
 
 

@@ -41,7 +41,7 @@ def normalise(rewards: Tensor) -> Tensor:
         max(RELATIVE_ROUNDING, 4 * torch.finfo(rewards.dtype).eps) if rewards.is_floating_point() else 0
     )
     rounding = relative * filled.abs().amax(-1, keepdim=True) + ABSOLUTE_ROUNDING
-    alive = known & (count > 1) & (highest - lowest > rounding)
+    alive = (count > 1) & (highest - lowest > rounding)
     advantage = torch.where(alive, centred / torch.where(alive, std, 1.0), 0.0)
     return advantage.to(torch.float64 if rewards.dtype == torch.float64 else torch.float32)
 

@@ -37,8 +37,8 @@ def from_sigmas(sigmas: Sequence[float]) -> Tensor:
 def shifted_linear(num_steps: int, shift: float = 1.0) -> Tensor:
     """``shift u / (1 + (shift - 1) u)`` over ``u = linspace(1, 0, num_steps + 1)``: [T+1] float64.
 
-    A shift above 1 spends more steps near the noise (SD3, arXiv 2403.03206, section 5.3.2). DanceGRPO and G2RPO
-    train FLUX.1-dev with shift 3.
+    A shift above 1 spends more steps near the noise (SD3, arXiv 2403.03206, section 5.3.2). DanceGRPO and
+    G2RPO train FLUX.1-dev with shift 3.
     """
     if num_steps < 1:
         raise ValueError(f"a time grid of {num_steps} steps: expected 1 or more")
