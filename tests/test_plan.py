@@ -90,6 +90,16 @@ def test_the_published_g2rpo_run_costs_what_is_known(anchor: Anchor, nfe: int, n
     assert [plan.width(i) for i in plan.transitions] == [12] * 8
 
 
+def test_a_trunk_that_is_scored_itself_is_not_finished_twice() -> None:
+    plain = trunk_and_branches(16, range(8), 12, (1, 2, 3), "end")
+    trunk_end = next(i for i, each in enumerate(plain.segments) if each.path == (6, 7))
+    finish = Segment(trunk_end, tuple(range(7, 17)), scored=True)
+    scored = Plan(16, (*plain.segments, finish))
+    assert scored.decodes == 289
+    assert scored.velocity_evaluations == 1904 + 8
+    assert scored.naive_velocity_evaluations == 2308
+
+
 def test_separate_initial_noises_cost_a_trunk_each() -> None:
     plan = trunk_and_branches(16, range(8), 1, (1, 2, 3), "end", root_width=12)
     assert plan.velocity_evaluations == 1904 + 11 * 8
