@@ -80,9 +80,11 @@ def test_leaves_are_scored_with_their_own_prompt_and_columns(batch_size: int) ->
         7: torch.arange(12.0).reshape(3, 4) / 100 + 0.5,
     }
     rewards: dict[str, Any] = {"answer": against_answer, "brightness": brightness}
+    told: list[int] = []
     scores, counts = score_leaves(
-        Decoder(), leaves, prompts, {"answer": answers}, rewards, batch_size=batch_size
+        Decoder(), leaves, prompts, {"answer": answers}, rewards, batch_size=batch_size, progress=told.append
     )
+    assert (sum(told), max(told)) == (18, min(batch_size, 18))
     offset = torch.tensor([11.0, 22.0, 33.0])[:, None]
     assert scores.keys() == leaves.keys()
     for segment, leaf in leaves.items():

@@ -97,18 +97,20 @@ class ComparisonRow:
 
 
 def compare(before: Evaluation, after: Evaluation | None) -> list[ComparisonRow]:
-    """The lines of the table before/after: each reward; then, by group, those that are rates.
+    """The lines of the table before/after: each reward, and below it, by group, those that are rates.
 
     A reward is a rate if all its scores are 0 or 1 (an exact match). Without any, the first reward is
     split by group.
     """
     shared = [name for name in before.scores if after is None or name in after.scores]
     every: list[int] = list(range(len(before.prompts)))
-    lines = [_line(before, after, name, None, every) for name in shared]
-    split = [name for name in shared if _is_rate(before, name) and (after is None or _is_rate(after, name))]
-    for name in split or shared[:1]:
-        for group, rows in group_rows(before).items():
-            lines.append(_line(before, after, name, group, rows))
+    rates = [name for name in shared if _is_rate(before, name) and (after is None or _is_rate(after, name))]
+    lines = []
+    for name in shared:
+        lines.append(_line(before, after, name, None, every))
+        if name in (rates or shared[:1]):
+            groups = group_rows(before).items()
+            lines += [_line(before, after, name, group, rows) for group, rows in groups]
     return lines
 
 
@@ -124,13 +126,8 @@ def evaluation_table(before: Evaluation, after: Evaluation | None = None) -> Tab
         table.add_column(_moment(before), justify="right")
         table.add_column(_moment(after), justify="right")
         table.add_column("change ± standard error", justify="right")
-    section: tuple[str, bool] | None = None
     for line in compare(before, after):
-        this = (line.reward, line.group is not None)
-        if section is not None and line.group is not None and this != section:
-            table.add_section()
-        section = this
-        name = line.reward if line.group is None else f"{line.reward}, {line.group}"
+        name = line.reward if line.group is None else f"  {line.group}"
         cells: list[str | Text] = [format_summary(line.before, error=after is None)]
         if line.after is not None and line.change is not None:
             cells += [format_summary(line.after, error=False), _styled_change(line.change)]

@@ -162,6 +162,7 @@ def score_leaves(
     batch_size: int,
     on_error: OnError = "stop",
     timeout_s: float | None = None,
+    progress: Callable[[int], None] | None = None,
 ) -> tuple[dict[int, Tensor], ScoreCounts]:
     """Decode the leaves of a rollout and score them; the images of one batch at a time are in memory.
 
@@ -173,6 +174,7 @@ def score_leaves(
         columns: further columns of the prompt file, P values each.
         batch_size: images decoded and scored together.
         on_error, timeout_s: as in `score_images`.
+        progress: told the number of images of each batch that is scored.
 
     Returns:
         Scored segment -> [R, P, W] float32 on the CPU, and the counts.
@@ -203,6 +205,8 @@ def score_leaves(
         )
         scores[:, part], failures = _score_batch(rewards, batch, policy)
         failed += failures
+        if progress is not None:
+            progress(len(batch))
     counts = ScoreCounts(
         decodes=len(rows),
         reward_calls=len(rows) * len(rewards),

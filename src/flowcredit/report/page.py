@@ -1,0 +1,304 @@
+"""The report: what a run's folder holds, put into words, tables, pictures and curves."""
+
+import base64
+import io
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from PIL import Image
+
+from flowcredit.comparison import ComparisonRow, Summary, compare, format_summary
+from flowcredit.console import duration
+from flowcredit.errors import InputError
+from flowcredit.image_grid import Layout, tile_box
+from flowcredit.report.run_data import RunData, Snapshot, comparable, read_run
+from flowcredit.run_folder import write_text
+
+_LARGEST_TILE = 256
+"""Pixels of the longer side of an image on the page; larger ones are scaled down for it."""
+
+
+def build_report(run_dir: Path) -> Path:
+    """Write ``report.html`` into a run's folder, complete in itself, and return its path.
+
+    Reads ``recipe.yaml``, ``log.jsonl``, ``evaluations/`` and ``images/``. A run that is under way, was
+    killed, or has no evaluation yet gets the parts that there are.
+
+    Raises:
+        InputError: the folder is no run, or matplotlib or jinja2 is not installed.
+    """
+    data = read_run(run_dir)
+    figures, environment = _extras()
+    before, after = comparable(data.snapshots)
+    page = environment.get_template("page.html.j2").render(
+        name=data.name,
+        status=_status(data),
+        notes=[*data.notes, *_absences(data, before, after)],
+        facts=_facts(data),
+        table=_table(data, before, after),
+        pairs=_pairs(data, before, after),
+        before_name=_moment(before),
+        after_name=_moment(after),
+        learning=_inline_svg(figures.learning_curves(data)),
+        training=_inline_svg(figures.training_curves(data)),
+        timings=_timings(data),
+        recipe_text=data.recipe_text,
+    )
+    path = run_dir / "report.html"
+    write_text(path, page)
+    return path
+
+
+def _extras() -> tuple[Any, Any]:
+    """The figures and the templates, which need packages that training does not."""
+    try:
+        import jinja2
+
+        from flowcredit.report import figures
+    except ImportError as error:
+        raise InputError(
+            f"the report needs {error.name}, which is not installed; install it with: "
+            "pip install 'flowcredit[report]'"
+        ) from error
+    loader = jinja2.FileSystemLoader(Path(__file__).parent)
+    environment = jinja2.Environment(
+        loader=loader, autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined
+    )
+    return figures, environment
+
+
+def _status(data: RunData) -> str:
+    done = f"{data.iterations} of {data.planned} iterations"
+    seconds = data.column("seconds")
+    if seconds and math.isfinite(seconds[-1]):
+        done += f" in {duration(seconds[-1])}"
+    return done if data.iterations >= data.planned else f"unfinished: {done}"
+
+
+def _absences(data: RunData, before: Snapshot | None, after: Snapshot | None) -> list[str]:
+    said = []
+    if before is None:
+        said.append("There is no evaluation yet: table, images and learning curves follow with it.")
+    elif after is None:
+        said.append("There is one evaluation so far; what changed is shown once there is a second.")
+    if not data.log:
+        said.append("No iteration is finished yet.")
+    missing = [
+        (name, int(sum(value for value in data.column(f"missing/{name}") if value > 0)))
+        for name in data.trained
+    ]
+    said += [f"{name}: {count} rollout images had no score." for name, count in missing if count]
+    return said
+
+
+def _facts(data: RunData) -> list[tuple[str, str]]:
+    """What was run, in the words of the recipe; a setting that the recipe lacks is left out."""
+    recipe = data.recipe
+    model, algorithm = _section(recipe, "model"), _section(recipe, "algorithm")
+    train, grid, noise = _section(recipe, "train"), _section(recipe, "grid"), _section(recipe, "noise")
+    weights, prompts = _section(recipe, "weights"), _section(recipe, "prompts")
+    watched = [str(reward["name"]) for reward in recipe.get("watch") or () if "name" in reward]
+    settings = _listing(algorithm, leave_out=("name", "num_steps"))
+    facts = [
+        ("Model", _joined(model.get("path"), _size(model))),
+        ("Method", _joined(algorithm.get("name"), settings)),
+        ("Time grid", _joined(grid.get("kind"), _number_of(algorithm.get("num_steps"), "step"))),
+        ("Noise", _joined(noise.get("kind"), _named("η", noise.get("eta")))),
+        ("Rewards trained", ", ".join(data.trained)),
+        ("Rewards only watched", ", ".join(watched)),
+        ("Prompts", _joined(prompts.get("train"), _named("held out:", prompts.get("heldout")))),
+        (
+            "Update",
+            _joined(
+                _named("learning rate", train.get("learning_rate")),
+                _number_of(train.get("prompts_per_iteration"), "prompt an iteration", "prompts an iteration"),
+                _named("update", train.get("update")),
+                _named("clip", train.get("clip_range")),
+                _named("weights", weights.get("method")),
+            ),
+        ),
+        ("Seed", str(recipe.get("seed", ""))),
+    ]
+    return [(name, text) for name, text in facts if text]
+
+
+def _section(recipe: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    found = recipe.get(name)
+    return found if isinstance(found, Mapping) else {"name": found} if isinstance(found, str) else {}
+
+
+def _joined(*parts: object) -> str:
+    return "; ".join(str(part) for part in parts if part not in (None, ""))
+
+
+def _named(name: str, value: object) -> str:
+    return "" if value is None else f"{name} {value}"
+
+
+def _number_of(value: object, one: str, many: str | None = None) -> str:
+    return "" if value is None else f"{value} {one if value == 1 else many or one + 's'}"
+
+
+def _size(model: Mapping[str, Any]) -> str:
+    return f"{model['width']}×{model['height']} pixels" if {"width", "height"} <= model.keys() else ""
+
+
+def _listing(section: Mapping[str, Any], leave_out: Sequence[str]) -> str:
+    return ", ".join(
+        f"{key.replace('_', ' ')} {', '.join(map(str, value)) if isinstance(value, list) else value}"
+        for key, value in section.items()
+        if key not in leave_out
+    )
+
+
+@dataclass(frozen=True)
+class _Line:
+    """A row of the table as text, with the places of its marks in percent where the means are shares."""
+
+    name: str
+    group: bool
+    role: str
+    before: str
+    after: str
+    change: str
+    direction: str
+    marks: tuple[float, float] | None
+
+
+def _table(data: RunData, before: Snapshot | None, after: Snapshot | None) -> list[_Line]:
+    if before is None:
+        return []
+    return [
+        _line(line, "trained" if line.reward in data.trained else "not trained")
+        for line in compare(before.evaluation, None if after is None else after.evaluation)
+    ]
+
+
+def _line(line: ComparisonRow, role: str) -> _Line:
+    change, direction = "", ""
+    if line.change is not None and line.change.count:
+        change, direction = format_summary(line.change, signed=True), _direction(line.change)
+    means = (line.before.mean, (line.after or line.before).mean)
+    shares = all(0 <= mean <= 1 for mean in means)
+    return _Line(
+        name=line.reward if line.group is None else line.group,
+        group=line.group is not None,
+        role="" if line.group is not None else role,
+        before=format_summary(line.before, error=line.after is None),
+        after="" if line.after is None else format_summary(line.after, error=False),
+        change=change,
+        direction=direction,
+        marks=(100 * means[0], 100 * means[1]) if shares else None,
+    )
+
+
+def _direction(change: Summary) -> str:
+    """Up or down where the change is beyond two standard errors."""
+    if not abs(change.mean) > 2 * change.standard_error:
+        return "same"
+    return "up" if change.mean > 0 else "down"
+
+
+@dataclass(frozen=True)
+class _Pair:
+    prompt: str
+    before: str
+    after: str | None
+    score_before: str
+    score_after: str
+    small: bool
+
+
+def _pairs(data: RunData, before: Snapshot | None, after: Snapshot | None) -> list[_Pair]:
+    """The images of the same prompts before and after, with the first trained reward's scores."""
+    if before is None:
+        return []
+    old = _tiles(before)
+    new = _tiles(after) if after is not None else []
+    reward = next((name for name in data.trained if name in before.evaluation.scores), None)
+    return [
+        _Pair(
+            prompt=prompt,
+            before=tile,
+            after=new[index] if index < len(new) else None,
+            score_before=_score(before, reward, index),
+            score_after=_score(after, reward, index),
+            small=before.layout is not None and before.layout.enlarged > 1,
+        )
+        for index, (prompt, tile) in enumerate(zip(before.evaluation.prompts, old, strict=False))
+    ]
+
+
+def _score(snapshot: Snapshot | None, reward: str | None, index: int) -> str:
+    scores = snapshot.evaluation.scores.get(reward, ()) if snapshot is not None and reward else ()
+    return f"{scores[index]:.2f}" if index < len(scores) and math.isfinite(scores[index]) else ""
+
+
+def _tiles(snapshot: Snapshot) -> list[str]:
+    """The images of a grid as data URIs."""
+    layout = snapshot.layout
+    if layout is None or snapshot.picture is None:
+        return []
+    try:
+        with Image.open(snapshot.picture) as picture:
+            grid = picture.convert("RGB")
+    except OSError:
+        return []
+    return [_tile_uri(grid.crop(tile_box(layout, index)), layout) for index in range(layout.count)]
+
+
+def _tile_uri(tile: Image.Image, layout: Layout) -> str:
+    if layout.enlarged > 1:
+        # Back to the model's own pixels; the page enlarges them again without blur.
+        size = (tile.width // layout.enlarged, tile.height // layout.enlarged)
+        tile = tile.resize(size, Image.Resampling.NEAREST)
+    tile.thumbnail((_LARGEST_TILE, _LARGEST_TILE), Image.Resampling.LANCZOS)
+    out = io.BytesIO()
+    kind = "png" if layout.enlarged > 1 else "jpeg"
+    tile.save(out, kind, quality=90)
+    return _data_uri(f"image/{kind}", out.getvalue())
+
+
+def _moment(snapshot: Snapshot | None) -> str:
+    if snapshot is None:
+        return ""
+    iteration = snapshot.evaluation.iteration
+    return "before" if iteration == 0 else f"after {iteration} iterations"
+
+
+def _timings(data: RunData) -> list[tuple[str, str]]:
+    def last(key: str) -> float:
+        values = data.column(key)
+        return values[-1] if values else math.nan
+
+    seconds = data.column("seconds")
+    steps = [b - a for a, b in pairwise([0.0, *seconds]) if math.isfinite(b - a)]
+    evaluating = [s.evaluation.seconds for s in data.snapshots if math.isfinite(s.evaluation.seconds)]
+    spent = last("velocity_evaluations")
+    rows = [
+        ("Training", duration(last("seconds")) if math.isfinite(last("seconds")) else ""),
+        ("Median iteration", f"{statistics.median(steps):.1f} s" if steps else ""),
+        ("Held-out evaluations", f"{duration(sum(evaluating))} for {len(evaluating)}" if evaluating else ""),
+        ("Velocity evaluations in rollouts", _count(spent)),
+        ("Images decoded in rollouts", _count(last("decodes"))),
+        ("Scores in rollouts", _count(last("reward_calls"))),
+    ]
+    return [(name, text) for name, text in rows if text]
+
+
+def _count(value: float) -> str:
+    return f"{value:,.0f}" if math.isfinite(value) else ""
+
+
+def _inline_svg(svg: str | None) -> str | None:
+    """As an image of its own: the identifiers inside two drawings must not meet in one document."""
+    return None if svg is None else _data_uri("image/svg+xml", svg.encode())
+
+
+def _data_uri(kind: str, content: bytes) -> str:
+    return f"data:{kind};base64,{base64.b64encode(content).decode()}"
