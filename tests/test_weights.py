@@ -73,6 +73,7 @@ def test_lora_trains_two_float32_matrices_for_each_target(folder: Path) -> None:
     model = load_tiny_flux(folder, network_dtype=torch.bfloat16)
     base = {name: value.dtype for name, value in model.network.named_parameters()}
     before = velocity_of(model)
+    model.network.requires_grad_(True)
     prepare_weights(model.network, "lora", rank=3)
     trained = trainable_parameters(model.network)
     # One double block with all eight projections, one single block with q, k and v.

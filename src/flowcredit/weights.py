@@ -76,7 +76,6 @@ def _add_lora(network: Any, rank: int, alpha: float, targets: Sequence[str], see
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(seed)
         network.add_adapter(config)
-    network.requires_grad_(False)
     _train_in_float32(value for name, value in network.named_parameters() if ".lora_" in name)
 
 

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from diffusers import FlowMatchEulerDiscreteScheduler, FluxPipeline
 from diffusers.pipelines.flux.pipeline_flux import calculate_shift
+from safetensors import SafetensorError
 from torch import Tensor
 
 from flowcredit.errors import InputError
@@ -99,7 +100,7 @@ class FluxFlow:
             pipeline = FluxPipeline.from_pretrained(
                 folder, dtype={"default": dtype, "transformer": network_dtype}, local_files_only=True
             )
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, RuntimeError, SafetensorError) as error:
             reason = str(error).strip().splitlines()[0]
             raise InputError(f"model {folder}: not loadable as a FluxPipeline: {reason}") from error
         return cls(

@@ -16,6 +16,9 @@ from flowcredit.interfaces import FlowModel
 ADAPTERS: Mapping[str, str] = {"FluxPipeline": "flowcredit.models.flux:FluxFlow"}
 """The ``_class_name`` of a model_index.json to the adapter for it, as "module:class"."""
 
+TOKENIZER_FILES = frozenset({"tokenizer.json", "vocab.json", "spiece.model"})
+"""A tokenizer's folder holds its vocabulary in one of these."""
+
 
 class PipelineFlow(FlowModel, Protocol):
     """A flow model that stands on a diffusers pipeline: what training needs beyond ``FlowModel``."""
@@ -122,6 +125,14 @@ def _check_components(folder: Path, index: Mapping[str, Any]) -> None:
             f"model {folder}: {', '.join(missing)} missing; model_index.json lists "
             f"{', '.join(components(folder))}, each a folder of that name"
         )
+    # From an empty folder transformers makes a tokenizer of three tokens, without a word.
+    for name in components(folder):
+        files = {file.name for file in (folder / name).iterdir()}
+        if name.startswith("tokenizer") and not files & TOKENIZER_FILES:
+            raise InputError(
+                f"{folder / name}: no vocabulary (found {', '.join(sorted(files)) or 'nothing'}); "
+                f"expected one of {', '.join(sorted(TOKENIZER_FILES))}"
+            )
 
 
 @contextmanager
