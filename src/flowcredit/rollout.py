@@ -143,13 +143,13 @@ def rollout(
     kernel: Kernel,
     noise_source: NoiseSource,
     batch_size: int,
-    storage_dtype: torch.dtype = torch.float32,
+    storage_dtype: torch.dtype | None = None,
     progress: Callable[[int], None] | None = None,
 ) -> Rollout:
     """Run ``plan`` for every prompt of ``cond`` (P rows) over ``grid`` [T+1].
 
-    A stochastic state is rounded to ``storage_dtype`` before it is scored, and its log-prob is that of the
-    rounded state, so that training finds a ratio of 1. ``progress`` is told the rows of each batch.
+    A stochastic state is rounded to ``storage_dtype`` (None: as computed) before it is scored, and its
+    log-prob is that of the rounded state, so that training finds a ratio of 1. ``progress`` is told the rows of each batch.
     Raises ValueError where the grid has not ``plan.num_steps`` steps or the batch size is below 1.
     """
     sigmas = check_grid(grid).tolist()
@@ -178,7 +178,7 @@ def rollout(
                         states[n], v, k, node, segment_of[child], sigmas, kernel, noise_source, storage_dtype
                     )
                     transitions.append(step)
-                    states[child] = step.x_next.flatten(1, 2).to(torch.float32)
+                    states[child] = step.x_next.flatten(1, 2).to(initial.dtype)
                 else:
                     states[child] = euler(states[n], v, sigmas[k], sigmas[node.index])
             del states[n]
@@ -195,11 +195,13 @@ def _draw(
     sigmas: Sequence[float],
     kernel: Kernel,
     noise_source: NoiseSource,
-    storage_dtype: torch.dtype,
+    storage_dtype: torch.dtype | None,
 ) -> Transition:
     step = kernel(x.unsqueeze(2), v.unsqueeze(2), k, node.index)
     drawn = noise_source.step(segment, node.width).to(x.device)
     drawn = drawn.unflatten(1, (x.shape[1], node.fan_out))
-    x_next = step.draw(drawn).to(storage_dtype)
+    x_next = step.draw(drawn)
+    if storage_dtype is not None:
+        x_next = x_next.to(storage_dtype)
     log_prob = step.log_prob(x_next, batch_dims=3)
     return Transition(segment, k, node.index, sigmas[k], sigmas[node.index], x, x_next, log_prob)
