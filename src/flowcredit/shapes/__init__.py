@@ -24,5 +24,7 @@ def bundled_path(name: str) -> Path:
         return Path(name)
     if name not in BUNDLED:
         near = difflib.get_close_matches(name, BUNDLED, n=1, cutoff=0.0)[0]
-        raise InputError(f"nothing is bundled as {name!r}; did you mean {near!r}? There are {', '.join(BUNDLED)}")
+        raise InputError(
+            f"nothing is bundled as {name!r}; did you mean {near!r}? There are {', '.join(BUNDLED)}"
+        )
     return ASSETS / BUNDLED[name]

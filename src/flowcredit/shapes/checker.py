@@ -28,6 +28,8 @@ FOREGROUND = 0.22
 """Distance from the ground, largest over channels, from which a pixel belongs to an object."""
 SMALLEST = 10
 """Pixels of the smallest part that counts as an object."""
+MOST = 8
+"""Objects that are looked at, the largest first; no prompt asks for more than half as many."""
 RECOGNISED = 0.72
 """Overlap with its ideal silhouette from which an object has a shape at all."""
 COLOUR_SPREAD = 0.30
@@ -99,14 +101,10 @@ def find_objects(image: Array) -> list[Found]:
     ground = np.median(image.reshape(3, -1), axis=1)
     distance = np.abs(image - ground[:, None, None]).max(0)
     labels, count = ndimage.label(distance > FOREGROUND)
-    found = []
-    sizes = np.bincount(labels.ravel(), minlength=count + 1)
-    for i in range(1, count + 1):
-        if sizes[i] < SMALLEST:
-            continue
-        for part in _split_by_colour(labels == i, image):
-            found.append(_measure(part, image, ground, distance))
-    return found
+    sizes = np.bincount(labels.ravel(), minlength=count + 1)[1:]
+    largest = [i for i in np.argsort(-sizes, kind="stable") if sizes[i] >= SMALLEST][:MOST]
+    parts = [part for i in largest for part in _split_by_colour(labels == i + 1, image)]
+    return [_measure(part, image, ground, distance) for part in parts[:MOST]]
 
 
 def _colour_credit(found: Found, colour: str | None) -> float:

@@ -112,7 +112,9 @@ def _other(rng: np.random.Generator, names: tuple[str, ...], but: str | None) ->
     return str(rng.choice([name for name in names if name != but]))
 
 
-def misread(rng: np.random.Generator, scene: Scene, sloppy: Sloppiness) -> tuple[tuple[Asked, ...], str | None]:
+def misread(
+    rng: np.random.Generator, scene: Scene, sloppy: Sloppiness
+) -> tuple[tuple[Asked, ...], str | None]:
     """What a careless illustrator draws for a scene."""
     objects = list(scene.objects)
     if scene.task == "counting":
