@@ -30,6 +30,7 @@ FLOORS = (
     ("report",),
     ("trainer",),
     ("cli",),
+    ("__main__",),
 )
 """Rooms from the ground up. A room imports from lower floors alone, never from beside itself."""
 
