@@ -50,7 +50,10 @@ class Watched:
 
 
 def run(
-    settings: G2RPOSettings, batch_size: int, prompts: Sequence[str] = PROMPTS, dtype: torch.dtype | None = None
+    settings: G2RPOSettings,
+    batch_size: int,
+    prompts: Sequence[str] = PROMPTS,
+    dtype: torch.dtype | None = None,
 ) -> tuple[Rollout, Watched, Plan, Tensor]:
     model, plan = Watched(mixture()), g2rpo(settings).plan
     grid = shifted_linear(settings.num_steps, 3.0)
@@ -116,7 +119,9 @@ def naive(settings: G2RPOSettings, index: int) -> dict[tuple[int, int, int], Ten
 @pytest.mark.parametrize("anchor", ["end", "branch"])
 @pytest.mark.parametrize("batch_size", [1, 5, 1000])
 def test_same_states_as_the_naive_schedule(anchor: str, batch_size: int) -> None:
-    settings = G2RPOSettings(num_steps=9, group_size=3, strides=(1, 2, 4), anchor=anchor, train_steps=(0, 2, 5))
+    settings = G2RPOSettings(
+        num_steps=9, group_size=3, strides=(1, 2, 4), anchor=anchor, train_steps=(0, 2, 5)
+    )
     done, model, plan, _ = run(settings, batch_size)
     assert max(model.batches) <= batch_size
     compared = 0

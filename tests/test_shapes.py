@@ -47,7 +47,9 @@ def test_pictures_of_other_scenes_are_wrong(task: str) -> None:
     differs = np.array([a.objects != b.objects or a.relation != b.relation for a, b in zip(scenes, shifted)])
     graded, exact = checked(images, shifted)
     own, _ = checked(images, scenes)
-    assert not exact[differs & np.array([set(a.objects) != set(b.objects) for a, b in zip(scenes, shifted)])].any()
+    assert not exact[
+        differs & np.array([set(a.objects) != set(b.objects) for a, b in zip(scenes, shifted)])
+    ].any()
     assert graded[differs].mean() < own[differs].mean() - 0.2
 
 
@@ -68,7 +70,9 @@ def test_each_kind_of_fault_costs() -> None:
         "shape": picture(("cross", "red", 8, 16), ("square", "blue", 24, 16)),
         "swapped colours": picture(("circle", "blue", 8, 16), ("square", "red", 24, 16)),
         "missing": picture(("circle", "red", 8, 16)),
-        "surplus": picture(("circle", "red", 7, 8), ("square", "blue", 24, 8), ("ring", "white", 16, 25), r=4),
+        "surplus": picture(
+            ("circle", "red", 7, 8), ("square", "blue", 24, 8), ("ring", "white", 16, 25), r=4
+        ),
         "side": picture(("circle", "red", 24, 16), ("square", "blue", 8, 16)),
         "above": picture(("circle", "red", 16, 8), ("square", "blue", 16, 24)),
         "nothing": picture(),
@@ -142,6 +146,7 @@ def test_split_by_content() -> None:
     for task, scenes in all_scenes().items():
         held = [scene for scene in scenes if is_held_out(scene)]
         assert 0.1 < len(held) / len(scenes) < 0.35, task
+
         # What is asked for, without the order in which it is named.
         def content(scene: Scene) -> tuple:
             names = sorted(f"{o.colour} {o.shape}" for o in scene.objects)

@@ -43,13 +43,17 @@ class RunFolder:
     def images(self, iteration: int) -> Path:
         return self.path / "images" / f"{iteration:06d}.png"
 
-    def create(self, recipe: Recipe) -> None:
-        """Make the folder with its recipe. Raises InputError if something is there already."""
+    def check_free(self) -> None:
+        """Raises InputError if something is there already."""
         if self.path.exists():
             raise InputError(
                 f"{self.path}: exists already and nothing is written over; go on with it by `flowcredit train"
                 f" --resume {self.path}`, or choose another name (name=my_run)"
             )
+
+    def create(self, recipe: Recipe) -> None:
+        """Make the folder with its recipe. Raises InputError if something is there already."""
+        self.check_free()
         self.path.mkdir(parents=True)
         self.write_recipe(recipe)
 

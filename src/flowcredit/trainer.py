@@ -24,7 +24,7 @@ from flowcredit.evaluation_files import load_evaluation, save_evaluation
 from flowcredit.export import export_weights
 from flowcredit.interfaces import Conditioning
 from flowcredit.prompts import PromptSet, iteration_prompts
-from flowcredit.recipe_io import load_recipe, recipe_diff
+from flowcredit.recipe_io import Change, load_recipe, recipe_diff
 from flowcredit.rollout import KeyedNoise, Rollout, rollout
 from flowcredit.run_folder import RunFolder
 from flowcredit.scoring import ScoreCounts, score_leaves
@@ -94,8 +94,7 @@ def train(recipe: Recipe, run_dir: Path, console: Console | None = None) -> None
     Raises InputError for whatever in the recipe cannot work, before the folder is made.
     """
     folder = RunFolder(run_dir)
-    if run_dir.exists():
-        folder.create(recipe)
+    folder.check_free()
     console = console or Console()
     setup = assemble(recipe)
     folder.create(recipe)
@@ -114,13 +113,7 @@ def resume(run_dir: Path, overrides: Sequence[str] = (), console: Console | None
         )
     began = load_recipe(folder.recipe)
     recipe = load_recipe(folder.recipe, overrides)
-    for change in recipe_diff(began, recipe):
-        if not change.setting.startswith(MAY_CHANGE):
-            free = ", ".join(name + "*" if name.endswith(".") else name for name in MAY_CHANGE)
-            raise InputError(
-                f"a resumed run cannot change {change}: it would be another run; start one under another name"
-                f" (may change: {free})"
-            )
+    _refuse_another_run(recipe_diff(began, recipe), recipe)
     console = console or Console()
     checkpoint, damaged = latest_checkpoint(folder.checkpoints)
     for line in damaged:
@@ -145,6 +138,21 @@ def resume(run_dir: Path, overrides: Sequence[str] = (), console: Console | None
     folder.cut_log(progress.iteration)
     console.print(f"resuming {run_dir} after iteration {progress.iteration}", highlight=False)
     _run(setup, folder, progress, console)
+
+
+def _refuse_another_run(changes: Sequence[Change], recipe: Recipe) -> None:
+    for change in changes:
+        if change.setting == "train.iterations" and recipe.train.lr_schedule != "constant":
+            raise InputError(
+                f"a resumed run cannot change {change}: its {recipe.train.lr_schedule} learning rate falls over"
+                " the iterations, so those already done would have run at other rates"
+            )
+        if not change.setting.startswith(MAY_CHANGE):
+            free = ", ".join(name + "*" if name.endswith(".") else name for name in MAY_CHANGE)
+            raise InputError(
+                f"a resumed run cannot change {change}: it would be another run; start one under another name"
+                f" (may change: {free})"
+            )
 
 
 def _start(setup: Setup) -> Progress:

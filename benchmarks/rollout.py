@@ -1,0 +1,211 @@
+"""How fast the rollout is: against the naive schedule of public code, and against the limit.
+
+    python benchmarks/rollout.py [--model FOLDER] [--prompts 4] [--batch-size 96]
+
+The naive schedule runs every branch and every stride for itself, one sample at a time, as released G2RPO
+code does; it draws the same noises, so its images must be the same. The limit is the same number of velocity
+evaluations, decodes and scores at the same batch size in a bare loop. Prints one ratio a line, measured in
+one run on one machine, and the peak memory of each schedule, measured in a process of its own.
+"""
+
+import argparse
+import resource
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from multiprocessing import get_context
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flowcredit.algorithms import g2rpo
+from flowcredit.config import G2RPOSettings
+from flowcredit.models.loading import PipelineFlow, load_model
+from flowcredit.prompts import PromptSet, load_prompts
+from flowcredit.rewards.loading import load_reward
+from flowcredit.rollout import KeyedNoise, rollout, rows_of
+from flowcredit.scoring import score_images, score_leaves
+from flowcredit.shapes import bundled_path
+from flowcredit.time_grid import shifted_linear
+from flowcredit.transition import euler, make_kernel
+
+SETTINGS = G2RPOSettings()
+"""G2RPO's published setting: T = 16, M = 0..7, G = 12, strides 1, 2, 3."""
+ETA = 0.7
+
+
+@dataclass(frozen=True)
+class Bench:
+    """What both schedules run on."""
+
+    model: PipelineFlow
+    prompts: PromptSet
+    batch_size: int
+    rewards: dict[str, Any]
+
+    def score(self, images: Tensor, rows: Sequence[int]) -> Tensor:
+        chosen = self.prompts.take(rows)
+        return score_images(self.rewards, images, chosen.prompts, chosen.columns, batch_size=self.batch_size)
+
+
+def load(model: str, prompts: int, batch_size: int, precision: str) -> Bench:
+    flow = load_model(
+        bundled_path(model),
+        height=32,
+        width=32,
+        guidance_scale=3.5,
+        max_sequence_length=12,
+        dtype=torch.float32,
+        device="cuda" if torch.cuda.is_available() else "cpu",
+        decode_batch_size=batch_size,
+        autocast=torch.bfloat16 if precision == "bf16" else None,
+    )
+    rewards = {"shapes": load_reward("shapes", {}, flow.device)}
+    return Bench(flow, load_prompts("bundled:shapes/heldout").take(range(prompts)), batch_size, rewards)
+
+
+def wavefront(bench: Bench) -> dict[tuple[int, int], Tensor]:
+    """This package's schedule; latents by (trained step, stride), [P, G, *D]."""
+    plan, grid = g2rpo(SETTINGS).plan, shifted_linear(SETTINGS.num_steps, 3.0)
+    cond = bench.model.encode(bench.prompts.prompts)
+    noise = KeyedNoise(bench.model, 0, 0, range(len(bench.prompts)))
+    kernel = make_kernel("flow_sde", grid, ETA)
+    done = rollout(bench.model, plan, cond, grid, kernel, noise, bench.batch_size)
+    score_leaves(
+        bench.model,
+        done.leaves,
+        bench.prompts.prompts,
+        bench.prompts.columns,
+        bench.rewards,
+        batch_size=bench.batch_size,
+    )
+    return {
+        (plan.segments[segment].path[0], stride): done.leaves[leaf]
+        for segment in plan.transitions
+        for stride, leaf in zip(SETTINGS.strides, plan.leaves_under(segment), strict=True)
+    }
+
+
+@torch.no_grad()
+def naive(bench: Bench) -> dict[tuple[int, int], Tensor]:
+    """Public code's schedule: batch 1, nothing shared, the trunk's own image included."""
+    model, plan, grid = bench.model, g2rpo(SETTINGS).plan, shifted_linear(SETTINGS.num_steps, 3.0)
+    kernel, sigmas = make_kernel("flow_sde", grid, ETA), grid.tolist()
+    found: dict[tuple[int, int], list[Tensor]] = {}
+    cond = model.encode(bench.prompts.prompts)
+    for row in range(len(bench.prompts)):
+        own = rows_of(cond, torch.tensor([row]))
+        noise = KeyedNoise(model, 0, 0, [row])
+
+        def velocity(x: Tensor, k: int, own: Any = own) -> Tensor:
+            return model.velocity(x, x.new_full((1,), sigmas[k]), own)
+
+        def finish(x: Tensor, path: Sequence[int], row: int = row, velocity: Any = velocity) -> Tensor:
+            for a, b in pairwise(path):
+                x = euler(x, velocity(x, a), sigmas[a], sigmas[b])
+            bench.score(model.decode(x), [row])
+            return x
+
+        trunk = [noise.initial(1)[0].to(model.device)]
+        for k in range(max(SETTINGS.train_indices)):
+            trunk.append(euler(trunk[k], velocity(trunk[k], k), sigmas[k], sigmas[k + 1]))
+        finish(trunk[-1], range(len(trunk) - 1, SETTINGS.num_steps + 1))
+        for segment in plan.transitions:
+            k = plan.segments[segment].path[0]
+            drawn = noise.step(segment, SETTINGS.group_size)[0].to(model.device)
+            for branch in range(SETTINGS.group_size):
+                start = kernel(trunk[k], velocity(trunk[k], k), k, k + 1).draw(drawn[branch : branch + 1])
+                for stride, leaf in zip(SETTINGS.strides, plan.leaves_under(segment), strict=True):
+                    end = finish(start, plan.segments[leaf].path)
+                    found.setdefault((k, stride), []).append(end)
+    group = SETTINGS.group_size
+    return {key: torch.cat(rows).unflatten(0, (-1, group)) for key, rows in found.items()}
+
+
+@torch.no_grad()
+def limit(bench: Bench, latents: Tensor) -> None:
+    """As many velocity evaluations, decodes and scores as the wavefront, in full batches, in a bare loop.
+
+    ``latents`` [N, *D] are the wavefront's: what a checker costs depends on what it sees.
+    """
+    plan, model, count = g2rpo(SETTINGS).plan, bench.model, len(bench.prompts)
+    x = model.initial_noise(bench.batch_size, torch.Generator().manual_seed(0))
+    rows = [i % count for i in range(bench.batch_size)]
+    cond = rows_of(model.encode(bench.prompts.prompts), torch.tensor(rows))
+    sigma = torch.full((bench.batch_size,), 0.5, device=model.device)
+    for size in _batches(count * plan.velocity_evaluations, bench.batch_size):
+        model.velocity(x[:size], sigma[:size], {name: value[:size] for name, value in cond.items()})
+    for size in _batches(count * plan.decodes, bench.batch_size):
+        chosen = latents[torch.arange(size) % len(latents)]
+        bench.score(model.decode(chosen), [i % count for i in range(size)])
+
+
+def _batches(total: int, size: int) -> list[int]:
+    return [size] * (total // size) + ([total % size] if total % size else [])
+
+
+def seconds(run: Callable[[], Any]) -> float:
+    began = time.perf_counter()
+    run()
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    return time.perf_counter() - began
+
+
+def peak_memory(schedule: str, arguments: tuple[Any, ...]) -> tuple[int, int]:
+    """MiB before and at the peak of one schedule; to be called in a fresh process."""
+    bench = load(*arguments)
+    run = {"wavefront": wavefront, "naive": naive}[schedule]
+    if torch.cuda.is_available():
+        before = torch.cuda.memory_allocated()
+        run(bench)
+        return before >> 20, torch.cuda.max_memory_allocated() >> 20
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    run(bench)
+    return before >> 10, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10
+
+
+def measure(arguments: tuple[Any, ...], precision: str, rounds: int) -> None:
+    bench = load(*arguments)
+    shared = wavefront(bench)
+    latents = torch.cat([each.flatten(0, 1) for each in shared.values()])
+    alone: dict[tuple[int, int], Tensor] = {}
+    slow = seconds(lambda: alone.update(naive(bench)))
+    difference = max(float((shared[key] - alone[key]).abs().max()) for key in shared)
+    fast, bare = [], []
+    for _ in range(rounds):
+        bare.append(seconds(lambda: limit(bench, latents)))
+        fast.append(seconds(lambda: wavefront(bench)))
+    over = statistics.median(f / b for f, b in zip(fast, bare, strict=True))
+    print(f"{precision}: naive / wavefront time = {slow / statistics.median(fast):.2f}")
+    print(f"{precision}: wavefront / limit time = {over:.3f}")
+    spread = float(latents.std())
+    print(f"{precision}: largest difference of any latent = {difference:.1e} (their deviation: {spread:.2f})")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--model", default="bundled:shapes", help="a FluxPipeline folder")
+    parser.add_argument("--prompts", type=int, default=4)
+    parser.add_argument("--batch-size", type=int, default=96)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--precision", choices=("bf16", "fp32", "both"), default="both")
+    args = parser.parse_args()
+    for precision in ("bf16", "fp32") if args.precision == "both" else (args.precision,):
+        arguments = (args.model, args.prompts, args.batch_size, precision)
+        measure(arguments, precision, args.rounds)
+        for schedule in ("wavefront", "naive"):
+            with get_context("spawn").Pool(1) as pool:
+                before, peak = pool.apply(peak_memory, (schedule, arguments))
+            print(
+                f"{precision}: peak memory of {schedule} = {peak} MiB, of which {peak - before} for the run"
+            )
+
+
+if __name__ == "__main__":
+    main()
