@@ -1,5 +1,6 @@
 """The wavefront against the naive schedule, its counter against the plan, its gradient against algebra."""
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cache
@@ -110,7 +111,7 @@ def naive(settings: G2RPOSettings, index: int) -> dict[tuple[int, int, int], Ten
             for stride in settings.strides:
                 y = start
                 path = strided_path(settings.num_steps, k + 1, stride, settings.anchor)
-                for a, b in zip(path, path[1:], strict=False):
+                for a, b in itertools.pairwise(path):
                     y = euler(y, velocity(y, a), sigmas[a], sigmas[b])
                 images[k, stride, branch] = y[0]
     return images
@@ -157,13 +158,15 @@ def test_a_prompt_draws_the_same_whatever_runs_beside_it() -> None:
 
 def test_separate_initial_noises_give_every_branch_its_own_trunk() -> None:
     settings = G2RPOSettings(num_steps=6, group_size=4, strides=(1,), initial_noise="separate")
-    done, _, plan, _ = run(settings, 64)
+    done, _, _plan, _ = run(settings, 64)
     for step in done.transitions:
-        assert step.x.shape[1] == 4 and step.x_next.shape[2] == 1
+        assert step.x.shape[1] == 4
+        assert step.x_next.shape[2] == 1
         assert (step.x[:, 0] - step.x[:, 1]).abs().min() > 1e-6
     shared, _, _, _ = run(settings.model_copy(update={"initial_noise": "shared"}), 64)
     for step in shared.transitions:
-        assert step.x.shape[1] == 1 and step.x_next.shape[2] == 4
+        assert step.x.shape[1] == 1
+        assert step.x_next.shape[2] == 4
 
 
 @pytest.mark.parametrize("dtype", [None, torch.float32, torch.bfloat16])

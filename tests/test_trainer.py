@@ -1,5 +1,6 @@
 """The whole loop on a tiny genuine pipeline: it learns, it resumes exactly, it survives being killed."""
 
+import io
 import json
 import os
 import signal
@@ -13,7 +14,6 @@ import torch
 import yaml
 from rich.console import Console
 from safetensors.torch import load_file
-from tiny_flux import build_tiny_flux
 
 from flowcredit import trainer
 from flowcredit.config import Recipe
@@ -21,6 +21,7 @@ from flowcredit.errors import InputError
 from flowcredit.evaluate import summarise
 from flowcredit.evaluation_files import load_evaluation
 from flowcredit.recipe_io import load_recipe
+from tiny_flux import build_tiny_flux
 
 QUIET = Console(quiet=True)
 
@@ -65,7 +66,8 @@ def recipe_of(folder: Path, *overrides: str) -> Recipe:
 
 def same_tensors(a: Path, b: Path) -> None:
     names = sorted(file.name for file in a.glob("*.safetensors"))
-    assert names == sorted(file.name for file in b.glob("*.safetensors")) and names
+    assert names == sorted(file.name for file in b.glob("*.safetensors"))
+    assert names
     for name in names:
         left, right = load_file(a / name), load_file(b / name)
         assert left.keys() == right.keys()
@@ -178,10 +180,12 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_is_used(folder: Path, 
     file.write_bytes(bytes(content))
     with (run / "log.jsonl").open("a") as log:
         log.write('{"iteration": 4, "rew')
-    console = Console(record=True, width=200, quiet=False, file=open(os.devnull, "w"))
+    console = Console(record=True, width=200, file=io.StringIO())
     trainer.resume(run, ["train.iterations=4"], console)
     text = console.export_text()
-    assert "000003/weights.safetensors" in text and "SHA-256" in text and "after iteration 2" in text
+    assert "000003/weights.safetensors" in text
+    assert "SHA-256" in text
+    assert "after iteration 2" in text
     same_tensors(run / "checkpoints/000004", whole / "checkpoints/000004")
     assert log_of(run) == log_of(whole)
 
