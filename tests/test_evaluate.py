@@ -237,7 +237,7 @@ def test_table_shows_before_after_and_change() -> None:
     alone = next(line for line in rendered(BEFORE).splitlines() if "graded" in line)
     assert "0.425 ± 0.085" in alone
     lost = replace(BEFORE, scores={"graded": (0.2, math.nan, math.nan, 0.6)}, groups=())
-    assert "2 without a score" in rendered(lost)
+    assert "(2 missing)" in rendered(lost)
 
 
 def test_files_bring_back_the_evaluation(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from rich.box import SIMPLE_HEAD
 from rich.table import Table
 from rich.text import Text
 from torch import Tensor
@@ -117,15 +118,16 @@ def compare(before: Evaluation, after: Evaluation | None) -> list[ComparisonRow]
 def evaluation_table(before: Evaluation, after: Evaluation | None = None) -> Table:
     """The comparison as a table for the console; with ``before`` alone, its means."""
     table = Table(
-        title=f"Held-out evaluation, {len(before.prompts)} prompts", title_justify="left", title_style="bold"
+        title=f"Held-out, {len(before.prompts)} prompts (± standard error)",
+        title_justify="left",
+        title_style="bold",
+        box=SIMPLE_HEAD,
     )
-    table.add_column("reward")
-    if after is None:
-        table.add_column("mean ± standard error", justify="right")
-    else:
-        table.add_column(_moment(before), justify="right")
-        table.add_column(_moment(after), justify="right")
-        table.add_column("change ± standard error", justify="right")
+    table.add_column("reward", overflow="fold")
+    table.add_column(moment(before), justify="right")
+    if after is not None:
+        table.add_column(moment(after), justify="right")
+        table.add_column("change", justify="right")
     for line in compare(before, after):
         name = line.reward if line.group is None else f"  {line.group}"
         cells: list[str | Text] = [format_summary(line.before, error=after is None)]
@@ -142,7 +144,7 @@ def format_summary(summary: Summary, *, error: bool = True, signed: bool = False
     text = f"{summary.mean:{'+' if signed else ''}.3f}"
     if error and not math.isnan(summary.standard_error):
         text += f" ± {summary.standard_error:.3f}"
-    return text + (f" ({summary.missing} without a score)" if summary.missing else "")
+    return text + (f" ({summary.missing} missing)" if summary.missing else "")
 
 
 def _is_rate(evaluation: Evaluation, reward: str) -> bool:
@@ -161,8 +163,11 @@ def _line(
     )
 
 
-def _moment(evaluation: Evaluation) -> str:
-    return "before" if evaluation.iteration == 0 else f"after {evaluation.iteration}"
+def moment(evaluation: Evaluation) -> str:
+    """When it was made, as a heading."""
+    if evaluation.iteration == 0:
+        return "before"
+    return f"after {evaluation.iteration} iteration{'' if evaluation.iteration == 1 else 's'}"
 
 
 def _styled_change(change: Summary) -> Text:

@@ -109,10 +109,11 @@ def check_columns(rewards: Mapping[str, Reward], available: Collection[str], sou
         missing = [column for column in columns_of(reward).required if column not in available]
         if missing:
             has = ", ".join(["prompt", *sorted(set(available) - {"prompt"})])
-            needs = " and ".join(repr(column) for column in missing)
+            needs = "column" if len(missing) == 1 else "columns"
+            needs += " " + " and ".join(repr(column) for column in missing)
             raise InputError(
-                f"{source}: reward {name!r} needs the column {needs}, but the columns here are: {has}; "
-                "add the column to every line of the prompt file, or leave the reward out"
+                f"{source}: reward {name!r} needs the {needs}, but the columns here are: {has}; "
+                "add what is missing to every line of the prompt file, or leave the reward out"
             )
 
 

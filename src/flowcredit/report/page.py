@@ -12,7 +12,7 @@ from typing import Any
 
 from PIL import Image
 
-from flowcredit.comparison import ComparisonRow, Summary, compare, format_summary
+from flowcredit.comparison import ComparisonRow, Summary, compare, format_summary, moment
 from flowcredit.console import duration
 from flowcredit.errors import InputError
 from flowcredit.image_grid import Layout, tile_box
@@ -42,8 +42,8 @@ def build_report(run_dir: Path) -> Path:
         facts=_facts(data),
         table=_table(data, before, after),
         pairs=_pairs(data, before, after),
-        before_name=_moment(before),
-        after_name=_moment(after),
+        before_name="" if before is None else moment(before.evaluation),
+        after_name="" if after is None else moment(after.evaluation),
         learning=_inline_svg(figures.learning_curves(data)),
         training=_inline_svg(figures.training_curves(data)),
         timings=_timings(data),
@@ -262,13 +262,6 @@ def _tile_uri(tile: Image.Image, layout: Layout) -> str:
     kind = "png" if layout.enlarged > 1 else "jpeg"
     tile.save(out, kind, quality=90)
     return _data_uri(f"image/{kind}", out.getvalue())
-
-
-def _moment(snapshot: Snapshot | None) -> str:
-    if snapshot is None:
-        return ""
-    iteration = snapshot.evaluation.iteration
-    return "before" if iteration == 0 else f"after {iteration} iterations"
 
 
 def _timings(data: RunData) -> list[tuple[str, str]]:
