@@ -159,7 +159,8 @@ def test_a_stopped_process_loses_no_finished_iteration(
     process.send_signal(kind)
     _, errors = process.communicate(timeout=60)
     if kind == signal.SIGINT:
-        assert process.returncode == 130 and "--resume" in errors, errors
+        assert process.returncode == 130, errors
+        assert "--resume" in errors
     finished = len(log_of(run)) if kind == signal.SIGINT else 2
     assert int(max((run / "checkpoints").glob("0*")).name) >= finished
     # Goes on exactly: as a run of that many iterations that was never stopped.

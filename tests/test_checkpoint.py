@@ -1,0 +1,122 @@
+"""Checkpoints: whole or absent, checked when read, the older one used where the newest is damaged."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from flowcredit import checkpoint
+from flowcredit.checkpoint import (
+    latest_checkpoint,
+    load_checkpoint,
+    optimizer_tensors,
+    restore_optimizer,
+    save_checkpoint,
+)
+from flowcredit.errors import InputError
+
+
+def save(folder: Path, iteration: int, keep_last: int = 3) -> Path:
+    groups = {
+        "weights": {"a": torch.full((3,), float(iteration))},
+        "optimizer": {"a/step": torch.tensor(1.0)},
+    }
+    return save_checkpoint(folder, iteration, groups, {"totals": {"seconds": 1.5}}, keep_last)
+
+
+def test_newest_is_found_and_older_ones_go(tmp_path: Path) -> None:
+    for iteration in (1, 2, 9, 10, 11):
+        save(tmp_path, iteration, keep_last=2)
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == ["000010", "000011"]
+    found, damaged = latest_checkpoint(tmp_path)
+    assert found is not None
+    assert damaged == []
+    assert found.iteration == 11
+    assert torch.equal(found.groups["weights"]["a"], torch.full((3,), 11.0))
+    assert found.state == {"totals": {"seconds": 1.5}}
+
+
+def test_no_checkpoint_is_none(tmp_path: Path) -> None:
+    assert latest_checkpoint(tmp_path / "nowhere") == (None, [])
+
+
+@pytest.mark.parametrize("fault", ["truncated", "flipped", "missing", "no state", "torn state"])
+def test_damage_is_named_and_passed_over(tmp_path: Path, fault: str) -> None:
+    save(tmp_path, 1)
+    newest = save(tmp_path, 2)
+    file, state = newest / "weights.safetensors", newest / "state.json"
+    content = file.read_bytes()
+    if fault == "truncated":
+        file.write_bytes(content[:-2])
+    elif fault == "flipped":
+        file.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    elif fault == "missing":
+        file.unlink()
+    elif fault == "no state":
+        state.unlink()
+    else:
+        state.write_text(state.read_text()[:-20])
+    found, damaged = latest_checkpoint(tmp_path)
+    assert found is not None
+    assert found.iteration == 1
+    (line,) = damaged
+    assert "000002" in line
+    assert ("state.json" if "state" in fault else "weights.safetensors") in line
+    with pytest.raises(InputError):
+        load_checkpoint(newest)
+
+
+def test_a_save_that_is_cut_short_leaves_the_last_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save(tmp_path, 1)
+
+    def fail(*arguments: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(checkpoint, "save_file", fail)
+    with pytest.raises(OSError, match="No space left"):
+        save(tmp_path, 2)
+    monkeypatch.undo()
+    found, damaged = latest_checkpoint(tmp_path)
+    assert found is not None
+    assert (found.iteration, damaged) == (1, [])
+    save(tmp_path, 2)
+    again, _ = latest_checkpoint(tmp_path)
+    assert again is not None
+    assert again.iteration == 2
+
+
+def test_state_holds_a_hash_of_every_file(tmp_path: Path) -> None:
+    folder = save(tmp_path, 4)
+    recorded = json.loads((folder / "state.json").read_text())["sha256"]
+    assert set(recorded) == {file.name for file in folder.glob("*.safetensors")}
+
+
+def test_a_restored_optimizer_steps_like_the_one_that_was_saved(tmp_path: Path) -> None:
+    def make() -> tuple[torch.nn.Linear, torch.optim.AdamW]:
+        torch.manual_seed(0)
+        layer = torch.nn.Linear(3, 2)
+        return layer, torch.optim.AdamW(layer.parameters(), lr=0.1)
+
+    def step(layer: torch.nn.Linear, optimizer: torch.optim.AdamW, value: float) -> None:
+        layer(torch.full((1, 3), value)).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    layer, optimizer = make()
+    for value in (1.0, -2.0):
+        step(layer, optimizer, value)
+    tensors = optimizer_tensors(optimizer, dict(layer.named_parameters()))
+    folder = save_checkpoint(tmp_path, 2, {"optimizer": tensors, "weights": layer.state_dict()}, {}, 1)
+    saved = load_checkpoint(folder)
+    other, restored = make()
+    other.load_state_dict(saved.groups["weights"])
+    fresh_layer, fresh = make()
+    fresh_layer.load_state_dict(saved.groups["weights"])
+    restore_optimizer(restored, dict(other.named_parameters()), saved.groups["optimizer"])
+    for each, its in ((layer, optimizer), (other, restored), (fresh_layer, fresh)):
+        step(each, its, 0.5)
+    assert torch.equal(layer.weight, other.weight)
+    assert not torch.equal(layer.weight, fresh_layer.weight)

@@ -1,0 +1,158 @@
+"""The policy update: shared velocities change nothing, settings do what they say, faults are refused."""
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from flowcredit.algorithms import g2rpo
+from flowcredit.config import G2RPOSettings, TrainSettings
+from flowcredit.errors import InputError
+from flowcredit.models.gaussian import GaussianMixtureFlow
+from flowcredit.rollout import KeyedNoise, Rollout, rollout
+from flowcredit.time_grid import shifted_linear
+from flowcredit.transition import make_kernel
+from flowcredit.update import UpdateMetrics, learning_rate, update_policy
+
+PROMPTS = ("one", "two")
+GROUP = 4
+SETTINGS = G2RPOSettings(num_steps=6, train_steps=(0, 1, 3), group_size=GROUP, strides=(1, 2))
+KERNEL = make_kernel("flow_sde", shifted_linear(6, 2.0), 0.7)
+
+
+def mixture() -> GaussianMixtureFlow:
+    means = torch.tensor([[2.0, 0.0, -1.0], [-1.0, 1.5, 0.5]], dtype=torch.float64)
+    variances, weights = torch.tensor([0.1, 0.3]).double(), torch.tensor([0.4, 0.6]).double()
+    return GaussianMixtureFlow(means, variances, weights, prompt_spread=0.5, dtype=torch.float64)
+
+
+def roll(model: GaussianMixtureFlow) -> tuple[Rollout, dict[int, Tensor]]:
+    plan = g2rpo(SETTINGS).plan
+    noise = KeyedNoise(model, 1, 0, range(len(PROMPTS)))
+    done = rollout(model, plan, model.encode(PROMPTS), shifted_linear(6, 2.0), KERNEL, noise, 50)
+    generator = torch.Generator().manual_seed(0)
+    advantages = {
+        segment: torch.randn(len(PROMPTS), GROUP, generator=generator, dtype=torch.float64)
+        for segment in plan.transitions
+    }
+    return done, advantages
+
+
+def update(
+    model: GaussianMixtureFlow, rolled: tuple[Rollout, dict[int, Tensor]], rate: float, **settings: object
+) -> tuple[UpdateMetrics, int]:
+    done, advantages = rolled
+    steps = []
+    metrics = update_policy(
+        model,
+        model.encode(PROMPTS),
+        KERNEL,
+        done.transitions,
+        advantages,
+        torch.optim.SGD(model.network.parameters(), lr=rate),
+        TrainSettings(**{"mixed_precision": "no", "max_grad_norm": 1e6, "micro_batch_size": 64, **settings}),
+        lambda: steps.append(1),
+    )
+    return metrics, len(steps)
+
+
+def test_gradient_is_that_of_every_branch_for_itself() -> None:
+    """One velocity a state serves its group; by hand, every branch evaluates its own."""
+    model = mixture()
+    done, advantages = roll(model)
+    total = torch.zeros((), dtype=torch.float64)
+    cond = model.encode(PROMPTS)
+    for step in done.transitions:
+        for prompt in range(len(PROMPTS)):
+            for branch in range(GROUP):
+                x = step.x[prompt]
+                v = model.velocity(
+                    x, x.new_full((1,), step.sigma), {"offset": cond["offset"][prompt : prompt + 1]}
+                )
+                new = KERNEL(x, v, step.k, step.k_next).log_prob(step.x_next[prompt, :, branch], 1)
+                ratio = torch.exp(new - step.log_prob[prompt, :, branch])
+                total = total - (ratio * advantages[step.segment][prompt, branch]).sum() / (3 * 2 * GROUP)
+    expected = torch.autograd.grad(total, [model.network.means, model.network.logits])
+    before = [model.network.means.detach().clone(), model.network.logits.detach().clone()]
+    metrics, steps = update(model, (done, advantages), 1.0, update="accumulated")
+    assert steps == 1
+    assert metrics.loss == pytest.approx(total.item(), abs=1e-9)
+    for old, new, gradient in zip(before, [model.network.means, model.network.logits], expected, strict=True):
+        assert gradient.abs().max() > 1e-3
+        torch.testing.assert_close(old - new.detach(), gradient, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("kind", ["accumulated", "per_step"])
+@pytest.mark.parametrize("size", [1, 3, 5])
+def test_micro_batches_change_nothing(kind: str, size: int) -> None:
+    whole, parts = mixture(), mixture()
+    one, _ = update(whole, roll(whole), 1e-3, update=kind)
+    many, _ = update(parts, roll(parts), 1e-3, update=kind, micro_batch_size=size)
+    torch.testing.assert_close(parts.network.means, whole.network.means, rtol=0, atol=1e-12)
+    assert many.loss == pytest.approx(one.loss, abs=1e-12)
+    assert many.clip_fraction_high == pytest.approx(one.clip_fraction_high)
+
+
+def test_per_step_moves_the_ratio_and_clips_and_accumulated_does_not() -> None:
+    model = mixture()
+    moved, steps = update(model, roll(model), 0.05, update="per_step", clip_range=1e-4)
+    assert steps == 3
+    assert moved.on_policy_deviation < 1e-12
+    assert moved.ratio_max_deviation > 1e-4
+    assert moved.clip_fraction_low > 0
+    assert moved.clip_fraction_high > 0
+    model = mixture()
+    still, steps = update(model, roll(model), 0.05, update="accumulated", clip_range=1e-4)
+    assert steps == 1
+    assert still.ratio_max_deviation < 1e-12
+    assert still.clip_fraction_low == still.clip_fraction_high == 0
+
+
+def test_gradients_are_scaled_to_the_largest_norm() -> None:
+    model = mixture()
+    before = model.network.means.detach().clone()
+    metrics, _ = update(model, roll(model), 1.0, update="accumulated", max_grad_norm=1e-3)
+    moved = torch.cat(
+        [
+            (model.network.means - before).flatten(),
+            model.network.logits - torch.log(torch.tensor([0.4, 0.6], dtype=torch.float64)),
+        ]
+    )
+    assert metrics.grad_norm > 1e-2
+    assert moved.norm().item() == pytest.approx(1e-3, rel=1e-3)
+
+
+def test_off_policy_rollout_is_refused_in_float32() -> None:
+    model = mixture()
+    rolled = roll(model)
+    with torch.no_grad():
+        model.network.means += 0.05
+    with pytest.raises(InputError, match=r"on-policy ratio is .* away from 1"):
+        update(model, rolled, 1e-3)
+    update(model, rolled, 1e-3, mixed_precision="bf16")
+
+
+def test_a_gradient_that_is_not_finite_is_refused_before_weights_change() -> None:
+    model = mixture()
+    done, advantages = roll(model)
+    first = next(iter(advantages))
+    advantages[first] = torch.full_like(advantages[first], torch.nan)
+    before = model.network.means.detach().clone()
+    with pytest.raises(InputError, match=r"gradient norm is nan.*learning_rate"):
+        update(model, (done, advantages), 1e-3)
+    assert torch.equal(model.network.means, before)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "expected"),
+    [
+        ("constant", [0.5, 1.0, 1.0, 1.0, 1.0, 1.0]),
+        ("linear", [0.5, 1.0, 1.0, 0.75, 0.5, 0.25]),
+        ("cosine", [0.5, 1.0, 1.0, 0.5 + math.sqrt(0.125), 0.5, 0.5 - math.sqrt(0.125)]),
+    ],
+)
+def test_learning_rate(schedule: str, expected: list[float]) -> None:
+    settings = TrainSettings(iterations=6, warmup_iterations=2, lr_schedule=schedule, learning_rate=0.01)
+    rates = [learning_rate(settings, iteration) for iteration in range(6)]
+    assert rates == pytest.approx([0.01 * share for share in expected])
