@@ -13,7 +13,7 @@ import matplotlib
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import EngFormatter, MaxNLocator
+from matplotlib.ticker import EngFormatter, FixedLocator, MaxNLocator, NullLocator
 
 from flowcredit.comparison import summarise
 from flowcredit.report.run_data import RunData
@@ -114,7 +114,7 @@ def training_curves(data: RunData) -> str | None:
 
 def _panels(data: RunData) -> list[_Panel]:
     x = data.column("iteration")
-    log_scale = {"log": True}
+    log_scale = {"log": True, "bottom": 0}
     settings = data.recipe["train"]
     lines: list[tuple[str, dict[str, str], dict[str, Any]]] = [
         (f"Rollout reward: {_short(name)}", {f"reward/{name}": ""}, {"smooth": True}) for name in data.trained
@@ -157,26 +157,25 @@ def _drawing(
     limit: float | None = None,
 ) -> Callable[[Axes], None]:
     def draw(axis: Axes) -> None:
-        positive = False
         for (label, y), colour, dashes in zip(columns, _COLOURS, ("-", "--", ":", "-."), strict=False):
             values = np.array(y)
-            if log:
-                values = np.where(values > 0, values, np.nan)
-                positive = positive or bool(np.isfinite(values).any())
             mean = _moving_average(values) if smooth else values
             if smooth:
                 axis.plot(x, values, color=colour, linewidth=0.8, alpha=0.35)
             axis.plot(x, mean, color=colour, linewidth=1.7, linestyle=dashes, label=label)
-        if positive:
-            axis.set_yscale("log")
+        if log:
+            # With a place for 0, which is what the ratio's distance ought to be before the update.
+            axis.set_yscale("symlog", linthresh=1e-8)
+            axis.yaxis.set_major_locator(FixedLocator([0, 1e-8, 1e-6, 1e-4, 1e-2, 1]))
+            axis.yaxis.set_minor_locator(NullLocator())
         else:
             axis.yaxis.set_major_formatter(lambda value, _: f"{value:.4g}")
         if limit is not None and any(value > 0.5 * limit for _, y in columns for value in y):
             axis.axhline(limit, color="#8a8f98", linewidth=1, linestyle=":", label="clipped to this")
         if bottom is not None:
             axis.set_ylim(bottom=bottom)
-            if all(value == 0 for _, y in columns for value in y):
-                axis.set_ylim(0, 1)
+            if not any(value > 0 for _, y in columns for value in y):
+                axis.set_ylim(0, 1e-6 if log else 1)
 
     return draw
 
