@@ -1,9 +1,9 @@
 """The wavefront against the naive schedule, its counter against the plan, its gradient against algebra."""
 
 import itertools
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
 from functools import cache
+from typing import cast
 
 import pytest
 import torch
@@ -12,8 +12,9 @@ from torch import Tensor
 from flowcredit.advantages import leaf_advantages
 from flowcredit.algorithms import g2rpo
 from flowcredit.config import G2RPOSettings, TrainSettings
-from flowcredit.models.gaussian import GaussianFlow, GaussianMixtureFlow
-from flowcredit.plan import Plan, Segment, strided_path
+from flowcredit.interfaces import Reward
+from flowcredit.models.gaussian import GaussianFlow, GaussianMixtureFlow, MixtureVelocity
+from flowcredit.plan import Anchor, Plan, Segment, strided_path
 from flowcredit.rollout import KeyedNoise, Rollout, rollout
 from flowcredit.scoring import score_leaves
 from flowcredit.time_grid import shifted_linear
@@ -23,31 +24,24 @@ from flowcredit.update import update_policy
 PROMPTS = ("one", "two", "three")
 
 
-def mixture() -> GaussianMixtureFlow:
-    """Curved trajectories, so that every stride ends somewhere else."""
-    means = torch.tensor([[2.0, 0.0, -1.0, 1.0], [-1.0, 1.5, 0.5, -2.0]], dtype=torch.float64)
-    return GaussianMixtureFlow(
-        means,
-        torch.tensor([0.1, 0.3], dtype=torch.float64),
-        torch.tensor([0.4, 0.6], dtype=torch.float64),
-        prompt_spread=0.5,
-        dtype=torch.float64,
-    )
+class Watched(GaussianMixtureFlow):
+    """Curved trajectories, so that every stride ends elsewhere; records the size of every batch."""
 
+    def __init__(self) -> None:
+        means = torch.tensor([[2.0, 0.0, -1.0, 1.0], [-1.0, 1.5, 0.5, -2.0]], dtype=torch.float64)
+        variances, weights = torch.tensor([0.1, 0.3]).double(), torch.tensor([0.4, 0.6]).double()
+        super().__init__(means, variances, weights, prompt_spread=0.5, dtype=torch.float64)
+        self.batches: list[int] = []
 
-@dataclass
-class Watched:
-    """A model that records the size of every batch that it is given."""
-
-    model: GaussianMixtureFlow
-    batches: list[int] = field(default_factory=list)
-
-    def __getattr__(self, name: str) -> object:
-        return getattr(self.model, name)
-
-    def velocity(self, x: Tensor, sigma: Tensor, cond: dict[str, Tensor]) -> Tensor:
+    def velocity(self, x: Tensor, sigma: Tensor, cond: Mapping[str, Tensor]) -> Tensor:
         self.batches.append(len(x))
-        return self.model.velocity(x, sigma, cond)
+        return super().velocity(x, sigma, cond)
+
+
+def means_of(model: GaussianMixtureFlow) -> Tensor:
+    network = model.network
+    assert isinstance(network, MixtureVelocity)
+    return network.means
 
 
 def run(
@@ -56,7 +50,7 @@ def run(
     prompts: Sequence[str] = PROMPTS,
     dtype: torch.dtype | None = None,
 ) -> tuple[Rollout, Watched, Plan, Tensor]:
-    model, plan = Watched(mixture()), g2rpo(settings).plan
+    model, plan = Watched(), g2rpo(settings).plan
     grid = shifted_linear(settings.num_steps, 3.0)
     noise = KeyedNoise(model, 7, 3, range(len(prompts)))
     kernel = make_kernel("flow_sde", grid, 0.7)
@@ -65,7 +59,7 @@ def run(
 
 
 @pytest.mark.parametrize(("anchor", "evaluations"), [("end", 1904), ("branch", 1700)])
-def test_published_setting_costs_what_the_plan_says(anchor: str, evaluations: int) -> None:
+def test_published_setting_costs_what_the_plan_says(anchor: Anchor, evaluations: int) -> None:
     """G2RPO on FLUX.1-dev: T = 16, M = 0..7, G = 12, strides 1, 2, 3; counted where the model is called."""
     done, model, plan, _ = run(G2RPOSettings(anchor=anchor), batch_size=100)
     assert sum(model.batches) == done.velocity_evaluations == len(PROMPTS) * evaluations
@@ -77,7 +71,12 @@ def test_published_setting_costs_what_the_plan_says(anchor: str, evaluations: in
 
     scored: list[int] = []
     scores, counts = score_leaves(
-        model, done.leaves, PROMPTS, {}, {"a": brightness, "b": brightness}, batch_size=64
+        model,
+        done.leaves,
+        PROMPTS,
+        {},
+        {"a": cast(Reward, brightness), "b": cast(Reward, brightness)},
+        batch_size=64,
     )
     assert counts.decodes == len(PROMPTS) * 288
     assert sum(scored) == counts.reward_calls == 2 * len(PROMPTS) * 288
@@ -90,7 +89,7 @@ def naive(settings: G2RPOSettings, index: int) -> dict[tuple[int, int, int], Ten
 
     Returns the image of each (trained step, stride, branch); draws the noises of ``KeyedNoise``.
     """
-    model, images = mixture(), {}
+    model, images = Watched(), {}
     cond = model.encode([PROMPTS[index]])
     plan = g2rpo(settings).plan
     noise = KeyedNoise(model, 7, 3, [index])
@@ -106,8 +105,8 @@ def naive(settings: G2RPOSettings, index: int) -> dict[tuple[int, int, int], Ten
             x = euler(x, velocity(x, step), sigmas[step], sigmas[step + 1])
         g = 0.7 * (sigmas[k] / (1 - (sigmas[1] if k == 0 else sigmas[k]))) ** 0.5
         for branch in range(settings.group_size):
-            step = flow_sde(x, velocity(x, k), sigmas[k], sigmas[k + 1], g)
-            start = step.draw(noise.step(segment, settings.group_size)[0, branch : branch + 1])
+            drawn = flow_sde(x, velocity(x, k), sigmas[k], sigmas[k + 1], g)
+            start = drawn.draw(noise.step(segment, settings.group_size)[0, branch : branch + 1])
             for stride in settings.strides:
                 y = start
                 path = strided_path(settings.num_steps, k + 1, stride, settings.anchor)
@@ -119,7 +118,7 @@ def naive(settings: G2RPOSettings, index: int) -> dict[tuple[int, int, int], Ten
 
 @pytest.mark.parametrize("anchor", ["end", "branch"])
 @pytest.mark.parametrize("batch_size", [1, 5, 1000])
-def test_same_states_as_the_naive_schedule(anchor: str, batch_size: int) -> None:
+def test_same_states_as_the_naive_schedule(anchor: Anchor, batch_size: int) -> None:
     settings = G2RPOSettings(
         num_steps=9, group_size=3, strides=(1, 2, 4), anchor=anchor, train_steps=(0, 2, 5)
     )
@@ -148,7 +147,7 @@ def test_strides_of_a_branch_end_in_different_images() -> None:
 def test_a_prompt_draws_the_same_whatever_runs_beside_it() -> None:
     settings = G2RPOSettings(num_steps=6, group_size=4, strides=(1, 2))
     together, _, plan, grid = run(settings, 64)
-    model = mixture()
+    model = Watched()
     noise = KeyedNoise(model, 7, 3, [1])
     kernel = make_kernel("flow_sde", grid, 0.7)
     alone = rollout(model, plan, model.encode([PROMPTS[1]]), grid, kernel, noise, 7)
@@ -211,7 +210,7 @@ def test_policy_gradient_of_a_linear_case_is_the_analytic_one() -> None:
     w = torch.tensor([1.0, 2.0, -1.0], dtype=torch.float64)
     reward = (done.leaves[1] @ w).unsqueeze(0)
     optimizer = torch.optim.SGD(model.network.parameters(), lr=1.0)
-    before = model.network.means.detach().clone()
+    before = means_of(model).detach().clone()
     update_policy(
         model,
         cond,
@@ -222,7 +221,7 @@ def test_policy_gradient_of_a_linear_case_is_the_analytic_one() -> None:
         TrainSettings(update="accumulated", mixed_precision="no", max_grad_norm=1e6),
         lambda: None,
     )
-    gradient = (before - model.network.means.detach()).squeeze(0)
+    gradient = (before - means_of(model).detach()).squeeze(0)
     dt = float(grid[1] - grid[0])
     # The ODE scales x_1 - mean isotropically here, so a is parallel to w.
     expected = dt * (w / w.norm()) / (eta * size)
@@ -231,7 +230,7 @@ def test_policy_gradient_of_a_linear_case_is_the_analytic_one() -> None:
 
 
 def test_grid_and_batch_size_are_checked() -> None:
-    model, plan = mixture(), g2rpo(G2RPOSettings(num_steps=4, strides=(1,), group_size=2)).plan
+    model, plan = Watched(), g2rpo(G2RPOSettings(num_steps=4, strides=(1,), group_size=2)).plan
     grid = shifted_linear(5)
     noise, kernel = KeyedNoise(model, 0, 0, [0]), make_kernel("flow_sde", grid, 0.7)
     with pytest.raises(ValueError, match="plan of 4 steps over a grid of 5"):

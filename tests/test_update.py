@@ -1,6 +1,7 @@
 """The policy update: shared velocities change nothing, settings do what they say, faults are refused."""
 
 import math
+from typing import Literal
 
 import pytest
 import torch
@@ -9,12 +10,13 @@ from torch import Tensor
 from flowcredit.algorithms import g2rpo
 from flowcredit.config import G2RPOSettings, TrainSettings
 from flowcredit.errors import InputError
-from flowcredit.models.gaussian import GaussianMixtureFlow
+from flowcredit.models.gaussian import GaussianMixtureFlow, MixtureVelocity
 from flowcredit.rollout import KeyedNoise, Rollout, rollout
 from flowcredit.time_grid import shifted_linear
 from flowcredit.transition import make_kernel
 from flowcredit.update import UpdateMetrics, learning_rate, update_policy
 
+Schedule = Literal["constant", "cosine", "linear"]
 PROMPTS = ("one", "two")
 GROUP = 4
 SETTINGS = G2RPOSettings(num_steps=6, train_steps=(0, 1, 3), group_size=GROUP, strides=(1, 2))
@@ -25,6 +27,12 @@ def mixture() -> GaussianMixtureFlow:
     means = torch.tensor([[2.0, 0.0, -1.0], [-1.0, 1.5, 0.5]], dtype=torch.float64)
     variances, weights = torch.tensor([0.1, 0.3]).double(), torch.tensor([0.4, 0.6]).double()
     return GaussianMixtureFlow(means, variances, weights, prompt_spread=0.5, dtype=torch.float64)
+
+
+def weights_of(model: GaussianMixtureFlow) -> MixtureVelocity:
+    network = model.network
+    assert isinstance(network, MixtureVelocity)
+    return network
 
 
 def roll(model: GaussianMixtureFlow) -> tuple[Rollout, dict[int, Tensor]]:
@@ -51,7 +59,9 @@ def update(
         done.transitions,
         advantages,
         torch.optim.SGD(model.network.parameters(), lr=rate),
-        TrainSettings(**{"mixed_precision": "no", "max_grad_norm": 1e6, "micro_batch_size": 64, **settings}),
+        TrainSettings.model_validate(
+            {"mixed_precision": "no", "max_grad_norm": 1e6, "micro_batch_size": 64, **settings}
+        ),
         lambda: steps.append(1),
     )
     return metrics, len(steps)
@@ -73,12 +83,14 @@ def test_gradient_is_that_of_every_branch_for_itself() -> None:
                 new = KERNEL(x, v, step.k, step.k_next).log_prob(step.x_next[prompt, :, branch], 1)
                 ratio = torch.exp(new - step.log_prob[prompt, :, branch])
                 total = total - (ratio * advantages[step.segment][prompt, branch]).sum() / (3 * 2 * GROUP)
-    expected = torch.autograd.grad(total, [model.network.means, model.network.logits])
-    before = [model.network.means.detach().clone(), model.network.logits.detach().clone()]
+    expected = torch.autograd.grad(total, [weights_of(model).means, weights_of(model).logits])
+    before = [weights_of(model).means.detach().clone(), weights_of(model).logits.detach().clone()]
     metrics, steps = update(model, (done, advantages), 1.0, update="accumulated")
     assert steps == 1
     assert metrics.loss == pytest.approx(total.item(), abs=1e-9)
-    for old, new, gradient in zip(before, [model.network.means, model.network.logits], expected, strict=True):
+    for old, new, gradient in zip(
+        before, [weights_of(model).means, weights_of(model).logits], expected, strict=True
+    ):
         assert gradient.abs().max() > 1e-3
         torch.testing.assert_close(old - new.detach(), gradient, rtol=1e-9, atol=1e-12)
 
@@ -89,7 +101,7 @@ def test_micro_batches_change_nothing(kind: str, size: int) -> None:
     whole, parts = mixture(), mixture()
     one, _ = update(whole, roll(whole), 1e-3, update=kind)
     many, _ = update(parts, roll(parts), 1e-3, update=kind, micro_batch_size=size)
-    torch.testing.assert_close(parts.network.means, whole.network.means, rtol=0, atol=1e-12)
+    torch.testing.assert_close(weights_of(parts).means, weights_of(whole).means, rtol=0, atol=1e-12)
     assert many.loss == pytest.approx(one.loss, abs=1e-12)
     assert many.clip_fraction_high == pytest.approx(one.clip_fraction_high)
 
@@ -111,12 +123,12 @@ def test_per_step_moves_the_ratio_and_clips_and_accumulated_does_not() -> None:
 
 def test_gradients_are_scaled_to_the_largest_norm() -> None:
     model = mixture()
-    before = model.network.means.detach().clone()
+    before = weights_of(model).means.detach().clone()
     metrics, _ = update(model, roll(model), 1.0, update="accumulated", max_grad_norm=1e-3)
     moved = torch.cat(
         [
-            (model.network.means - before).flatten(),
-            model.network.logits - torch.log(torch.tensor([0.4, 0.6], dtype=torch.float64)),
+            (weights_of(model).means - before).flatten(),
+            weights_of(model).logits - torch.log(torch.tensor([0.4, 0.6], dtype=torch.float64)),
         ]
     )
     assert metrics.grad_norm > 1e-2
@@ -127,7 +139,7 @@ def test_off_policy_rollout_is_refused_in_float32() -> None:
     model = mixture()
     rolled = roll(model)
     with torch.no_grad():
-        model.network.means += 0.05
+        weights_of(model).means += 0.05
     with pytest.raises(InputError, match=r"on-policy ratio is .* away from 1"):
         update(model, rolled, 1e-3)
     update(model, rolled, 1e-3, mixed_precision="bf16")
@@ -138,10 +150,10 @@ def test_a_gradient_that_is_not_finite_is_refused_before_weights_change() -> Non
     done, advantages = roll(model)
     first = next(iter(advantages))
     advantages[first] = torch.full_like(advantages[first], torch.nan)
-    before = model.network.means.detach().clone()
+    before = weights_of(model).means.detach().clone()
     with pytest.raises(InputError, match=r"gradient norm is nan.*learning_rate"):
         update(model, (done, advantages), 1e-3)
-    assert torch.equal(model.network.means, before)
+    assert torch.equal(weights_of(model).means, before)
 
 
 @pytest.mark.parametrize(
@@ -152,7 +164,7 @@ def test_a_gradient_that_is_not_finite_is_refused_before_weights_change() -> Non
         ("cosine", [0.5, 1.0, 1.0, 0.5 + math.sqrt(0.125), 0.5, 0.5 - math.sqrt(0.125)]),
     ],
 )
-def test_learning_rate(schedule: str, expected: list[float]) -> None:
+def test_learning_rate(schedule: Schedule, expected: list[float]) -> None:
     settings = TrainSettings(iterations=6, warmup_iterations=2, lr_schedule=schedule, learning_rate=0.01)
     rates = [learning_rate(settings, iteration) for iteration in range(6)]
     assert rates == pytest.approx([0.01 * share for share in expected])
