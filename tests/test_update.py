@@ -139,7 +139,7 @@ def test_off_policy_rollout_is_refused_in_float32() -> None:
     model = mixture()
     rolled = roll(model)
     with torch.no_grad():
-        weights_of(model).means += 0.05
+        weights_of(model).means.add_(0.05)
     with pytest.raises(InputError, match=r"on-policy ratio is .* away from 1"):
         update(model, rolled, 1e-3)
     update(model, rolled, 1e-3, mixed_precision="bf16")

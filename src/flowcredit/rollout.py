@@ -149,7 +149,8 @@ def rollout(
     """Run ``plan`` for every prompt of ``cond`` (P rows) over ``grid`` [T+1].
 
     A stochastic state is rounded to ``storage_dtype`` (None: as computed) before it is scored, and its
-    log-prob is that of the rounded state, so that training finds a ratio of 1. ``progress`` is told the rows of each batch.
+    log-prob is that of the rounded state, so that training finds a ratio of 1. ``progress`` is told the
+    rows of each batch.
     Raises ValueError where the grid has not ``plan.num_steps`` steps or the batch size is below 1.
     """
     sigmas = check_grid(grid).tolist()

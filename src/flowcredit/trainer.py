@@ -144,8 +144,8 @@ def _refuse_another_run(changes: Sequence[Change], recipe: Recipe) -> None:
     for change in changes:
         if change.setting == "train.iterations" and recipe.train.lr_schedule != "constant":
             raise InputError(
-                f"a resumed run cannot change {change}: its {recipe.train.lr_schedule} learning rate falls over"
-                " the iterations, so those already done would have run at other rates"
+                f"a resumed run cannot change {change}: the {recipe.train.lr_schedule} learning rate falls"
+                " over all iterations, and those already done ran at other rates"
             )
         if not change.setting.startswith(MAY_CHANGE):
             free = ", ".join(name + "*" if name.endswith(".") else name for name in MAY_CHANGE)
