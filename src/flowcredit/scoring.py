@@ -186,24 +186,14 @@ def score_leaves(
     """
     policy = _Policy(on_error, timeout_s)
     distinct = {_memory(leaf): leaf for leaf in leaves.values()}
-    owners = [
-        prompt for leaf in distinct.values() for prompt in range(leaf.shape[0]) for _ in range(leaf.shape[1])
-    ]
     rows = [row for leaf in distinct.values() for row in leaf.flatten(0, 1)]
-    for name, values in {"prompts": prompts, **columns}.items():
-        for leaf in distinct.values():
-            if len(leaf) != len(values):
-                raise ValueError(f"got {len(values)} {name} for leaves of {len(leaf)} prompts")
+    owners = _owners(distinct.values(), {"prompts": prompts, **columns})
     scores = torch.full((len(rewards), len(rows)), torch.nan)
     failed = torch.zeros(len(rewards), dtype=torch.int64)
     for part in _batches(len(rows), batch_size):
         images = decode_images(model, torch.stack(rows[part]))
-        of = owners[part]
-        batch = _Batch(
-            images,
-            [prompts[p] for p in of],
-            {name: [values[p] for p in of] for name, values in columns.items()},
-        )
+        mine = {name: [values[p] for p in owners[part]] for name, values in columns.items()}
+        batch = _Batch(images, [prompts[p] for p in owners[part]], mine)
         scores[:, part], failures = _score_batch(rewards, batch, policy)
         failed += failures
         if progress is not None:
@@ -214,12 +204,21 @@ def score_leaves(
         missing=_by_reward(rewards, scores.isnan().sum(dim=1)),
         failed=_by_reward(rewards, failed),
     )
-    sizes = [leaf.shape[0] * leaf.shape[1] for leaf in distinct.values()]
-    of_memory = dict(zip(distinct, scores.split(sizes, dim=1), strict=True))
-    return {
-        segment: of_memory[_memory(leaf)].reshape(len(rewards), *leaf.shape[:2])
-        for segment, leaf in leaves.items()
-    }, counts
+    pieces = scores.split([leaf.shape[0] * leaf.shape[1] for leaf in distinct.values()], dim=1)
+    found = {
+        memory: piece.unflatten(1, leaf.shape[:2])
+        for (memory, leaf), piece in zip(distinct.items(), pieces, strict=True)
+    }
+    return {segment: found[_memory(leaf)] for segment, leaf in leaves.items()}, counts
+
+
+def _owners(leaves: Collection[Tensor], aligned: Mapping[str, Sequence[Any]]) -> list[int]:
+    """For each row of the leaves, one after the other, the prompt that it belongs to."""
+    for name, values in aligned.items():
+        for leaf in leaves:
+            if len(leaf) != len(values):
+                raise ValueError(f"got {len(values)} {name} for leaves of {len(leaf)} prompts")
+    return [prompt for leaf in leaves for prompt in range(leaf.shape[0]) for _ in range(leaf.shape[1])]
 
 
 def _by_reward(rewards: Mapping[str, Reward], counts: Tensor) -> dict[str, int]:
