@@ -12,7 +12,12 @@ import numpy as np
 from flowcredit.shapes.canvas import EXTENT, GROUND, SIZE, Array, Placed, colour_rgb
 from flowcredit.shapes.scenes import COLOURS, RELATIONS, SHAPES, Asked, Scene
 
-RADII = {1: (5.0, 8.0), 2: (4.3, 5.8), 3: (3.9, 4.9), 4: (3.6, 4.3), 5: (3.3, 3.7)}
+CENTRES = (7.0, 16.0, 25.0)
+"""Objects stand on nine places, a little off: what a small model can learn to draw in an hour."""
+JITTER = 0.75
+"""How far off, at most, along either axis; in pixels."""
+RADIUS = (3.6, 4.2)
+"""Range of the area radius, in pixels."""
 
 
 @dataclass(frozen=True)
@@ -28,8 +33,8 @@ class Sloppiness:
     count: float = 0.15
     extra: float = 0.05
     relation: float = 0.20
-    ragged: float = 0.6
-    wobble: float = 0.16
+    ragged: float = 0.4
+    wobble: float = 0.14
     crowd: float = 0.92
 
 
@@ -64,20 +69,18 @@ def related(relation: str, dx: float, dy: float) -> float:
 
 
 def _try_place(
-    rng: np.random.Generator, shapes: list[str], relation: str | None, shrink: float, crowd: float
+    rng: np.random.Generator, shapes: list[str], relation: str | None, crowd: float
 ) -> list[Spot] | None:
-    low, high = RADII[min(len(shapes), 5)]
+    places = rng.permutation([(x, y) for x in CENTRES for y in CENTRES])
     placed: list[Spot] = []
     for shape in shapes:
-        r = rng.uniform(low, high) * shrink
-        edge = EXTENT[shape] * r + 0.5
-        for _ in range(30):
-            x, y = rng.uniform(edge, SIZE - edge, 2)
-            if not _apart(placed, (shape, float(x), float(y), float(r)), crowd):
+        for x, y in places + rng.uniform(-JITTER, JITTER, places.shape):
+            spot = (shape, float(x), float(y), float(rng.uniform(*RADIUS)))
+            if not _apart(placed, spot, crowd):
                 continue
-            if relation and placed and related(relation, x - placed[0][1], y - placed[0][2]) < 6:
+            if relation and placed and related(relation, x - placed[0][1], y - placed[0][2]) < 4:
                 continue
-            placed.append((shape, float(x), float(y), float(r)))
+            placed.append(spot)
             break
         else:
             return None
@@ -89,8 +92,8 @@ def place(
 ) -> list[Placed]:
     """Objects that do not touch, inside the canvas, on the sides asked for; free colours are drawn."""
     shapes = [o.shape for o in objects]
-    for attempt in range(1000):
-        spots = _try_place(rng, shapes, relation, 0.99 ** (attempt // 4), sloppy.crowd)
+    for _ in range(1000):
+        spots = _try_place(rng, shapes, relation, sloppy.crowd)
         if spots is not None:
             break
     else:
