@@ -24,7 +24,7 @@ FLOORS = (
     ("rollout", "scoring"),
     ("models", "rewards"),
     ("weights", "checkpoint", "distributed", "update", "run_folder", "export", "comparison"),
-    ("assembly",),
+    ("assembly", "training_log"),
     ("evaluation_files",),
     ("evaluate", "calibration"),
     ("report",),

@@ -2,6 +2,7 @@
 
 import itertools
 import json
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -161,13 +162,14 @@ def test_split_by_content() -> None:
             assert kept.isdisjoint({content(scene) for scene in held}), task
     position = {scene.prompt: scene for scene in all_scenes()["position"]}
     for prompt, scene in position.items():
+        assert scene.relation is not None
         first, second = prompt.split(f" {scene.relation} ")
         opposite = {"left of": "right of", "right of": "left of", "above": "below", "below": "above"}
         mirrored = position[f"{second} {opposite[scene.relation]} {first}"]
         assert is_held_out(scene) == is_held_out(mirrored), prompt
 
 
-def test_shipped_prompt_files_are_what_the_package_writes(tmp_path) -> None:
+def test_shipped_prompt_files_are_what_the_package_writes(tmp_path: Path) -> None:
     write(tmp_path)
     for name in ("train.jsonl", "heldout.jsonl"):
         assert (tmp_path / name).read_text() == (ASSETS / name).read_text()
@@ -178,7 +180,7 @@ def test_shipped_prompt_files_are_what_the_package_writes(tmp_path) -> None:
     assert tasks[:6] == list(TASKS)
 
 
-def test_every_word_is_one_token(tmp_path) -> None:
+def test_every_word_is_one_token(tmp_path: Path) -> None:
     write_clip_tokenizer(tmp_path / "clip")
     write_t5_tokenizer(tmp_path / "t5")
     clip = CLIPTokenizer.from_pretrained(tmp_path / "clip")

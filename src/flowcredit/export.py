@@ -5,7 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from flowcredit.errors import InputError
-from flowcredit.models.loading import PipelineFlow, components
+from flowcredit.models.loading import PipelineFlow, components, quiet_libraries
 
 LORA_FILE = "pytorch_lora_weights.safetensors"
 
@@ -29,7 +29,8 @@ def export_weights(model: PipelineFlow, folder: str | Path, *, overwrite: bool =
     if target.is_dir() and any(target.iterdir()) and not overwrite:
         raise InputError(f"export to {target}: the folder is not empty; remove it or choose another")
     write = _write_lora if _is_lora(model) else _write_pipeline
-    _write_whole(target, lambda partial: write(model, partial))
+    with quiet_libraries():
+        _write_whole(target, lambda partial: write(model, partial))
     return target
 
 

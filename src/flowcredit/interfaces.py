@@ -4,7 +4,7 @@ Axes: B samples, P prompts, *D latent dimensions, H and W image height and width
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -59,4 +59,13 @@ class Reward(Protocol):
 
     def __call__(self, images: Tensor, prompts: Sequence[str], **columns: Sequence[Any]) -> Tensor:
         """[B, 3, H, W] float32 in [0, 1] and B prompts to [B] float32; higher is better, NaN: no score."""
+        ...
+
+
+@runtime_checkable
+class ReadsLimitedText(Protocol):
+    """A reward whose text encoder has a length: what a user is told before a run begins."""
+
+    def truncated(self, prompts: Sequence[str]) -> int:
+        """How many prompts lose words to it."""
         ...

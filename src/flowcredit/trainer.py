@@ -1,11 +1,10 @@
 """The loop: sample, roll out, score, credit, update. It names no method, no model and no reward."""
 
-import math
 import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import FrameType
 
@@ -22,13 +21,14 @@ from flowcredit.errors import InputError
 from flowcredit.evaluate import evaluate, evaluation_table, summarise
 from flowcredit.evaluation_files import load_evaluation, save_evaluation
 from flowcredit.export import export_weights
-from flowcredit.interfaces import Conditioning
-from flowcredit.prompts import PromptSet, iteration_prompts
+from flowcredit.interfaces import Conditioning, ReadsLimitedText
+from flowcredit.prompts import iteration_prompts
 from flowcredit.recipe_io import Change, load_recipe, recipe_diff
 from flowcredit.rollout import KeyedNoise, Rollout, rollout
 from flowcredit.run_folder import RunFolder
 from flowcredit.scoring import ScoreCounts, score_leaves
-from flowcredit.update import UpdateMetrics, learning_rate, update_policy
+from flowcredit.training_log import Record, iteration_line, iteration_record
+from flowcredit.update import learning_rate, update_policy
 from flowcredit.weights import EMA, trainable_parameters
 
 MAY_CHANGE = (
@@ -179,30 +179,24 @@ def _run(setup: Setup, folder: RunFolder, progress: Progress, console: Console) 
         _holding_interrupts() as held,
     ):
         try:
-            if progress.iteration == 0:
-                _evaluate(setup, folder, progress, monitor, held.check)
+            _evaluate_if_due(setup, folder, progress, monitor, held.check)
             while progress.iteration < total:
                 record = _iterate(setup, progress, monitor, held.check)
                 folder.append_log(record)
                 if progress.iteration % recipe.checkpoint.every == 0 or progress.iteration == total:
                     _save(folder, progress, recipe)
                     saved = progress.iteration
-                monitor.finish_iteration(_summary(setup, record))
-                if _evaluation_due(recipe, progress.iteration):
-                    _evaluate(setup, folder, progress, monitor, held.check)
+                monitor.finish_iteration(iteration_line(tuple(setup.rewards), record))
+                _evaluate_if_due(setup, folder, progress, monitor, held.check)
                 held.check()
         except KeyboardInterrupt:
             if progress.iteration > saved:
                 _save(folder, progress, recipe)
             raise
-        if not folder.evaluation(total).exists():
-            _evaluate(setup, folder, progress, monitor, held.check)
     _finish(setup, folder, progress, console)
 
 
-def _iterate(
-    setup: Setup, progress: Progress, monitor: Monitor, check: Callable[[], None]
-) -> dict[str, float | int]:
+def _iterate(setup: Setup, progress: Progress, monitor: Monitor, check: Callable[[], None]) -> Record:
     """One iteration; returns its log record. Weights change only after everything else is done."""
     began = time.monotonic()
     recipe, iteration = setup.recipe, progress.iteration
@@ -212,7 +206,7 @@ def _iterate(
     prompts = setup.train_prompts.take(chosen)
     cond = setup.model.encode(prompts.prompts)
     ran = _roll_out(setup, cond, iteration, monitor, check)
-    monitor.stage("scoring", 1)
+    monitor.stage("scoring", setup.algorithm.plan.decodes * len(prompts))
     scores, counts = score_leaves(
         setup.model,
         ran.leaves,
@@ -222,6 +216,7 @@ def _iterate(
         batch_size=recipe.scoring.batch_size,
         on_error=recipe.scoring.on_error,
         timeout_s=recipe.scoring.timeout_s,
+        progress=_advancing(monitor, check),
     )
     check()
     credit = setup.algorithm.credit
@@ -249,7 +244,9 @@ def _iterate(
     )
     progress.iteration += 1
     _count(progress, ran, counts, time.monotonic() - began)
-    return _record(setup, progress, prompts, scores, counts, advantages, metrics, rate)
+    record: Record = {"iteration": progress.iteration, "learning_rate": rate, "prompts": len(prompts)}
+    record |= iteration_record(tuple(setup.rewards), scores, counts, advantages, metrics)
+    return record | progress.totals
 
 
 def _roll_out(
@@ -258,15 +255,21 @@ def _roll_out(
     recipe, plan = setup.recipe, setup.algorithm.plan
     count = recipe.train.prompts_per_iteration
     monitor.stage("rolling out", plan.velocity_evaluations * count)
-
-    def advance(rows: int) -> None:
-        check()
-        monitor.advance(rows)
-
+    advance = _advancing(monitor, check)
     source = KeyedNoise(setup.model, recipe.seed, iteration, range(count))
     return rollout(
         setup.model, plan, cond, setup.grid, setup.kernel, source, recipe.rollout.batch_size, progress=advance
     )
+
+
+def _advancing(monitor: Monitor, check: Callable[[], None]) -> Callable[[int], None]:
+    """Moves the bar of the stage, and is where a first Ctrl-C takes effect."""
+
+    def advance(units: int) -> None:
+        check()
+        monitor.advance(units)
+
+    return advance
 
 
 def _count(progress: Progress, ran: Rollout, counts: ScoreCounts, seconds: float) -> None:
@@ -276,62 +279,20 @@ def _count(progress: Progress, ran: Rollout, counts: ScoreCounts, seconds: float
     progress.totals["seconds"] += seconds
 
 
-def _record(
-    setup: Setup,
-    progress: Progress,
-    prompts: PromptSet,
-    scores: dict[int, Tensor],
-    counts: ScoreCounts,
-    advantages: dict[int, Tensor],
-    metrics: UpdateMetrics,
-    rate: float,
-) -> dict[str, float | int]:
-    record: dict[str, float | int] = {"iteration": progress.iteration}
-    everything = torch.cat([each.flatten(1) for each in scores.values()], dim=1)
-    spreads = torch.stack([each.std(-1).nanmean(1) for each in scores.values()]).nanmean(0)
-    for row, name in enumerate(setup.rewards):
-        record[f"reward/{name}"] = _number(everything[row].nanmean())
-        record[f"reward_spread/{name}"] = _number(spreads[row])
-        record[f"missing/{name}"] = counts.missing.get(name, 0)
-    groups = torch.stack([(each == 0).all(-1) for each in advantages.values()])
-    record["dead_groups"] = _number(groups.float().mean())
-    record |= asdict(metrics)
-    record["learning_rate"] = rate
-    record["prompts"] = len(prompts)
-    record |= {name: progress.totals[name] for name in TOTALS}
-    return record
-
-
-def _number(value: Tensor) -> float:
-    number = float(value)
-    return number if math.isfinite(number) else 0.0
-
-
-def _summary(setup: Setup, record: dict[str, float | int]) -> str:
-    rewards = "  ".join(f"{name} {record[f'reward/{name}']:.4f}" for name in setup.rewards)
-    return (
-        f"{rewards}  ratio off by {record['on_policy_deviation']:.0e} before the update, at most"
-        f" {record['ratio_max_deviation']:.0e} in it  gradient {record['grad_norm']:.3f}"
-    )
-
-
-def _evaluation_due(recipe: Recipe, iteration: int) -> bool:
-    every = recipe.evaluation.every
-    return iteration == recipe.train.iterations or (every > 0 and iteration % every == 0)
-
-
-def _evaluate(
+def _evaluate_if_due(
     setup: Setup, folder: RunFolder, progress: Progress, monitor: Monitor, check: Callable[[], None]
 ) -> None:
-    """Held-out prompts at fixed seeds, with the averaged weights where there are any."""
-    recipe = setup.recipe
+    """Held-out prompts at fixed seeds, with the averaged weights where there are any.
+
+    Due before and after the run and every so many iterations; also where a stop came before it was done.
+    """
+    recipe, every = setup.recipe, setup.recipe.evaluation.every
+    ends = progress.iteration in (0, recipe.train.iterations)
+    due = ends or (every > 0 and progress.iteration % every == 0)
+    if not due or folder.evaluation(progress.iteration).exists():
+        return
     steps = recipe.evaluation.num_steps or recipe.algorithm.num_steps
     monitor.stage("evaluating", len(setup.heldout_prompts) * steps)
-
-    def advance(rows: int) -> None:
-        check()
-        monitor.advance(rows)
-
     with _averaged(setup, progress):
         began = time.monotonic()
         result = evaluate(
@@ -342,7 +303,7 @@ def _evaluate(
             build_grid(recipe.grid, setup.model, steps),
             scoring=recipe.scoring,
             iteration=progress.iteration,
-            progress=advance,
+            progress=_advancing(monitor, check),
         )
     result = replace(result, seconds=time.monotonic() - began)
     save_evaluation(result, folder.path)
@@ -370,12 +331,14 @@ def _introduce(setup: Setup, folder: RunFolder, console: Console) -> None:
     )
     for prompts in (setup.train_prompts, setup.heldout_prompts):
         console.print(prompts.describe(), highlight=False, soft_wrap=True)
-        for encoder, cut in setup.model.truncated(prompts.prompts).items():
+        readers = {f"text encoder {name}": n for name, n in setup.model.truncated(prompts.prompts).items()}
+        for name, reward in {**setup.rewards, **setup.watched}.items():
+            if isinstance(reward, ReadsLimitedText):
+                readers[f"reward {name}"] = reward.truncated(prompts.prompts)
+        for reader, cut in readers.items():
             if cut:
                 share = f"{cut} of {len(prompts)} prompts ({cut / len(prompts):.0%})"
-                console.print(
-                    f"  {share} are longer than the text encoder {encoder} reads: cut", highlight=False
-                )
+                console.print(f"  {share} are longer than the {reader} reads, and cut", highlight=False)
 
 
 def _finish(setup: Setup, folder: RunFolder, progress: Progress, console: Console) -> None:

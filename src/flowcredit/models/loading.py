@@ -70,7 +70,7 @@ def load_model(
         )
     _check_components(folder, index)
     module, _, attribute = ADAPTERS[name].partition(":")
-    with _quiet_loading():
+    with quiet_libraries():
         adapter = getattr(importlib.import_module(module), attribute)
         model: PipelineFlow = adapter.from_folder(
             folder,
@@ -136,7 +136,7 @@ def _check_components(folder: Path, index: Mapping[str, Any]) -> None:
 
 
 @contextmanager
-def _quiet_loading() -> Iterator[None]:
+def quiet_libraries() -> Iterator[None]:
     """Without the libraries' progress bars and remarks on parts that this project does not use."""
     from diffusers.utils import logging as diffusers_logging
     from transformers.utils import logging as transformers_logging

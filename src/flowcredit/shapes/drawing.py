@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from flowcredit.shapes.canvas import EXTENT, GROUND, SIZE, Array, Placed, colour_rgb
+from flowcredit.shapes.canvas import EXTENT, GROUND, Array, Placed, colour_rgb
 from flowcredit.shapes.scenes import COLOURS, RELATIONS, SHAPES, Asked, Scene
 
 CENTRES = (7.0, 16.0, 25.0)

@@ -1,0 +1,59 @@
+"""What an iteration leaves behind: a record for the log, a line for the console.
+
+Axes: R rewards, P prompts, W samples of a prompt at a leaf.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+
+import torch
+from torch import Tensor
+
+from flowcredit.scoring import ScoreCounts
+from flowcredit.update import UpdateMetrics
+
+Record = dict[str, float | int | None]
+"""A line of ``log.jsonl``; None where there is no number, as for a reward without a single score."""
+
+
+def iteration_record(
+    rewards: Sequence[str],
+    scores: Mapping[int, Tensor],
+    counts: ScoreCounts,
+    advantages: Mapping[int, Tensor],
+    metrics: UpdateMetrics,
+) -> Record:
+    """The record of one iteration, without its counters.
+
+    For each reward: ``reward/`` its mean over all leaves [R, P, W], ``reward_spread/`` the mean standard
+    deviation within a group, ``missing/`` the images without a score. ``dead_groups`` is the share of groups
+    whose advantages are all 0.
+    """
+    record: Record = {}
+    everything = torch.cat([each.flatten(1) for each in scores.values()], dim=1)
+    spreads = torch.cat([each.std(-1) for each in scores.values()], dim=1)
+    for row, name in enumerate(rewards):
+        record[f"reward/{name}"] = _number(everything[row].nanmean())
+        record[f"reward_spread/{name}"] = _number(spreads[row].nanmean())
+        record[f"missing/{name}"] = counts.missing.get(name, 0)
+    groups = torch.cat([(each == 0).all(-1) for each in advantages.values()])
+    record["dead_groups"] = _number(groups.float().mean())
+    return record | asdict(metrics)
+
+
+def iteration_line(rewards: Sequence[str], record: Record) -> str:
+    """Rewards, how far the ratio strayed, and the gradient norm, in one line."""
+    means = {name: record[f"reward/{name}"] for name in rewards}
+    shown = "  ".join(
+        f"{name} {'no score' if mean is None else format(mean, '.4f')}" for name, mean in means.items()
+    )
+    return (
+        f"{shown}  ratio off by {record['on_policy_deviation']:.0e} before the update, at most"
+        f" {record['ratio_max_deviation']:.0e} in it  gradient {record['grad_norm']:.3f}"
+    )
+
+
+def _number(value: Tensor) -> float | None:
+    number = float(value)
+    return number if math.isfinite(number) else None
