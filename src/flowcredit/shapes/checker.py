@@ -81,19 +81,24 @@ def _split_by_colour(part: NDArray[np.bool_], image: Array) -> list[NDArray[np.b
 
 
 def _measure(part: NDArray[np.bool_], image: Array, ground: Array, distance: Array) -> Found:
-    core = part & (distance >= 0.75 * np.percentile(distance[part], 80))
+    rows, columns = (np.flatnonzero(part.any(axis)) for axis in (1, 0))
+    window = (slice(max(0, rows[0] - 1), rows[-1] + 2), slice(max(0, columns[0] - 1), columns[-1] + 2))
+    part, image, distance = part[window], image[:, *window], distance[window]
+    inside = np.sort(distance[part])
+    core = part & (distance >= 0.75 * inside[int(0.8 * (len(inside) - 1))])
     rgb = image[:, core].mean(1)
     towards = rgb - ground
-    reach = ndimage.binary_dilation(part)
-    alpha = np.einsum("chw,c->hw", image - ground[:, None, None], towards) / (towards @ towards)
-    alpha = np.clip(alpha, 0, 1) * reach
+    alpha = np.tensordot(towards, image - ground[:, None, None], 1) / (towards @ towards)
+    alpha = np.clip(alpha, 0, 1) * ndimage.binary_dilation(part)
     area = float(alpha.sum())
-    rows, columns = np.arange(alpha.shape[0]) + 0.5, np.arange(alpha.shape[1]) + 0.5
-    y, x = float(alpha.sum(1) @ rows) / area, float(alpha.sum(0) @ columns) / area
-    dx, dy = np.broadcast_arrays(columns[None, :] - x, rows[:, None] - y)
-    ideal = np.stack([coverage(shape, dx, dy, math.sqrt(area / math.pi)) for shape in SHAPES])
-    overlaps = np.minimum(ideal, alpha).sum((1, 2)) / np.maximum(ideal, alpha).sum((1, 2))
-    return Found(x, y, rgb, overlaps)
+    y = np.arange(alpha.shape[0]) + window[0].start + 0.5
+    x = np.arange(alpha.shape[1]) + window[1].start + 0.5
+    centre_y, centre_x = float(alpha.sum(1) @ y) / area, float(alpha.sum(0) @ x) / area
+    dx, dy = np.broadcast_arrays(x[None, :] - centre_x, y[:, None] - centre_y)
+    r = math.sqrt(area / math.pi)
+    shared = np.array([np.minimum(coverage(shape, dx, dy, r), alpha).sum() for shape in SHAPES])
+    # Both silhouettes have the same area, wherever the ideal one lies outside the window.
+    return Found(centre_x, centre_y, rgb, shared / (2 * area - shared))
 
 
 def find_objects(image: Array) -> list[Found]:
