@@ -52,11 +52,15 @@ def batch_rows(count: int, size: int, seed: int, step: int) -> Tensor:
     return torch.randint(count, (size,), generator=generator)
 
 
-def cosine(step: int, steps: int, warmup: int) -> float:
-    """Learning rate of a step as a share of its peak."""
+def rate_share(step: int, cycles: Sequence[int], warmup: int = 200) -> float:
+    """Learning rate of a step as a share of its peak: a cosine to the end of the cycle that it is in.
+
+    ``cycles`` are the steps at which the rate is lowest; past each, it goes on along the longer cosine.
+    """
     if step < warmup:
         return (step + 1) / warmup
-    progress = (step - warmup) / max(1, steps - warmup)
+    end = next(each for each in cycles if step < each)
+    progress = (step - warmup) / max(1, end - warmup)
     return 0.01 + 0.99 * 0.5 * (1 + float(np.cos(np.pi * progress)))
 
 
@@ -98,13 +102,14 @@ def fit(
     loss_of_step: Callable[[int], Tensor],
     work: Path,
     *,
-    steps: int,
+    cycles: Sequence[int],
     learning_rate: float,
     decay: float = 0.999,
     blocks: str | None = None,
     save_every: int = 250,
 ) -> None:
     """A cosine schedule with averaged weights; leaves the averages in the module."""
+    steps = cycles[-1]
     state_file, log_file = work / f"{name}.pt", work / f"{name}.jsonl"
     optimizers = optimizers_of(module, learning_rate, blocks)
     averages = Averages(module, decay)
@@ -119,7 +124,7 @@ def fit(
     started, smooth = time.monotonic() - seconds, 0.0
     for step in range(first, steps):
         for group in (group for optimizer in optimizers for group in optimizer.param_groups):
-            group["lr"] = learning_rate * cosine(step, steps, 200)
+            group["lr"] = learning_rate * rate_share(step, cycles)
         loss = loss_of_step(step)
         loss.backward()
         nn.utils.clip_grad_norm_(module.parameters(), 1.0)
@@ -156,7 +161,7 @@ def train_vae(work: Path, images: Tensor, steps: int) -> Any:
             y = vae.decode(posterior.mean + posterior.std * noise).sample.float()
         return (y - x).abs().mean() + (y - x).square().mean() + 1e-4 * posterior.kl().mean() / 512
 
-    fit("vae", vae, loss, work, steps=steps, learning_rate=2e-3, decay=0.99)
+    fit("vae", vae, loss, work, cycles=[steps], learning_rate=2e-3, decay=0.99)
     return vae.eval()
 
 
@@ -191,7 +196,9 @@ def tokens_of(folder: Path, prompts: Sequence[str]) -> tuple[Tensor, Tensor]:
     return clip, ids(T5TokenizerFast.from_pretrained(folder / "tokenizer_2"), T5_CONTEXT)
 
 
-def train_flow(work: Path, out: Path, latents: Tensor, scenes: list[Scene], steps: int) -> nn.ModuleDict:
+def train_flow(
+    work: Path, out: Path, latents: Tensor, scenes: list[Scene], cycles: Sequence[int]
+) -> nn.ModuleDict:
     """Flow matching: logit-normal sigma, the mean squared error of the velocity."""
     clip, t5 = networks.text_encoders(out)
     module = nn.ModuleDict({"transformer": networks.transformer(), "clip": clip, "t5": t5})
@@ -223,7 +230,7 @@ def train_flow(work: Path, out: Path, latents: Tensor, scenes: list[Scene], step
             )[0]
         return (v.float() - (noise - x0)).square().mean()
 
-    fit("flow", module, loss, work, steps=steps, learning_rate=2e-3, blocks="transformer_blocks")
+    fit("flow", module, loss, work, cycles=cycles, learning_rate=2e-3, blocks="transformer_blocks")
     return module.eval()
 
 
@@ -270,7 +277,7 @@ def train_clip(work: Path, out: Path, steps: int) -> None:
         logits = result.logits_per_image
         return 0.5 * (F.cross_entropy(logits, target) + F.cross_entropy(logits.T, target))
 
-    fit("clip", model, loss, work, steps=steps, learning_rate=1e-3)
+    fit("clip", model, loss, work, cycles=[steps], learning_rate=1e-3)
     model.eval().to(torch.float16).save_pretrained(out)
     side = {"height": images.shape[-1], "width": images.shape[-1]}
     processor = CLIPImageProcessor(
@@ -286,7 +293,7 @@ def main() -> None:
     parser.add_argument("--stage", choices=("all", "flow", "clip"), default="all")
     parser.add_argument("--images", type=int, default=120_000)
     parser.add_argument("--vae-steps", type=int, default=1800)
-    parser.add_argument("--flow-steps", type=int, default=5000)
+    parser.add_argument("--flow-cycles", type=int, nargs="+", default=[5000, 9000])
     parser.add_argument("--clip-steps", type=int, default=2500)
     parser.add_argument("--threads", type=int, default=2)
     args = parser.parse_args()
@@ -297,7 +304,7 @@ def main() -> None:
         vae = train_vae(args.work, images, args.vae_steps)
         latents = encode(vae, images)
         del images
-        module = train_flow(args.work, args.out / "pipeline", latents, scenes, args.flow_steps)
+        module = train_flow(args.work, args.out / "pipeline", latents, scenes, args.flow_cycles)
         save_pipeline(args.out / "pipeline", vae, module)
     if args.stage in ("all", "clip"):
         train_clip(args.work, args.out / "clip", args.clip_steps)
