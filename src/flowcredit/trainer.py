@@ -40,7 +40,7 @@ MAY_CHANGE = (
     "scoring.",
     "output",
 )
-"""Settings, or beginnings of them, that a resumed run may change: they leave its course as it was."""
+"""Settings, or beginnings of them, that a resumed run may change; batch sizes move it by rounding alone."""
 
 
 TOTALS = ("velocity_evaluations", "decodes", "reward_calls", "seconds")
