@@ -5,17 +5,18 @@
 The naive schedule runs every branch and every stride for itself, one sample at a time, as released G2RPO
 code does; it draws the same noises, so its images must be the same. The limit is the same number of velocity
 evaluations, decodes and scores at the same batch size in a bare loop. Prints one ratio a line, measured in
-one run on one machine, and the peak memory of each schedule, measured in a process of its own.
+one run on one machine, and the peak memory of each schedule, measured in a process of its own (off a GPU,
+resident memory as Linux counts it).
 """
 
 import argparse
-import resource
 import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from multiprocessing import get_context
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -163,9 +164,17 @@ def peak_memory(schedule: str, arguments: tuple[Any, ...]) -> tuple[int, int]:
         before = torch.cuda.memory_allocated()
         run(bench)
         return before >> 20, torch.cuda.max_memory_allocated() >> 20
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    before = resident_kib("VmRSS")
+    # Loading has a peak of its own: Linux forgets it when 5 is written here.
+    Path("/proc/self/clear_refs").write_text("5")
     run(bench)
-    return before >> 10, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10
+    return before >> 10, resident_kib("VmHWM") >> 10
+
+
+def resident_kib(field: str) -> int:
+    """KiB of this process that are in memory (VmRSS), or were at most (VmHWM)."""
+    status = Path("/proc/self/status").read_text()
+    return int(next(line for line in status.splitlines() if line.startswith(field)).split()[1])
 
 
 def measure(arguments: tuple[Any, ...], precision: str, rounds: int) -> None:
@@ -200,6 +209,9 @@ def main() -> None:
         arguments = (args.model, args.prompts, args.batch_size, precision)
         measure(arguments, precision, args.rounds)
         for schedule in ("wavefront", "naive"):
+            if not torch.cuda.is_available() and not Path("/proc/self/clear_refs").exists():
+                print(f"{precision}: peak memory of {schedule} is not measured: it needs Linux or a GPU")
+                continue
             with get_context("spawn").Pool(1) as pool:
                 before, peak = pool.apply(peak_memory, (schedule, arguments))
             print(

@@ -44,6 +44,15 @@ def test_good_enough_to_recognise_and_bad_enough_to_align(evaluation: Evaluation
     assert hard in ("position", "attribute_binding", "counting")
 
 
+def test_the_second_opinion_agrees_with_the_checker(evaluation: Evaluation) -> None:
+    """CLIP never saw the checker; over the model's own images the two must rank alike."""
+    graded = torch.tensor(evaluation.scores["shapes"])
+    clip = torch.tensor(evaluation.scores["clip"])
+    assert torch.corrcoef(torch.stack([graded, clip]))[0, 1] > 0.3
+    exact = torch.tensor(evaluation.scores["shapes_exact"]) == 1
+    assert clip[exact].mean() > clip[~exact].mean()
+
+
 def test_plain_diffusers_draws_the_same_image(model: PipelineFlow) -> None:
     with quiet_libraries():
         pipeline = FluxPipeline.from_pretrained(bundled_path("bundled:shapes"), dtype=torch.float32)

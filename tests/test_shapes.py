@@ -6,7 +6,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from transformers import CLIPTokenizer, T5TokenizerFast
+import torch
+from transformers import CLIPModel, CLIPTokenizer, T5TokenizerFast
 
 from flowcredit.errors import InputError
 from flowcredit.shapes import ASSETS, bundled_path
@@ -195,6 +196,36 @@ def test_every_word_is_one_token(tmp_path: Path) -> None:
     listed = sorted(prompts)
     assert bundled(listed).input_ids == clip(listed).input_ids
     assert bundled_t5(listed).input_ids == t5(listed).input_ids
+
+
+def test_unknown_bundled_name_is_refused_with_the_nearest() -> None:
+    with pytest.raises(InputError, match="bundled:shapes/train"):
+        bundled_path("bundled:shapes/trian")
+    size = sum(f.stat().st_size for f in ASSETS.joinpath("pipeline").rglob("*") if f.is_file())
+    assert size <= 12 * 2**20
+
+
+def test_bundled_clip_finds_the_caption_among_64() -> None:
+    folder = bundled_path("bundled:shapes-clip")
+    model = CLIPModel.from_pretrained(folder, dtype=torch.float32).eval()
+    tokenizer = CLIPTokenizer.from_pretrained(folder)
+    config = json.loads((folder / "preprocessor_config.json").read_text())
+    hits = total = 0
+    for seed in range(4):
+        scenes: dict[str, Scene] = {}
+        rng = np.random.default_rng(100 + seed)
+        while len(scenes) < 64:
+            task = TASKS[rng.integers(len(TASKS))]
+            scene = all_scenes()[task][rng.integers(len(all_scenes()[task]))]
+            scenes.setdefault(scene.prompt, scene)
+        images = torch.from_numpy(render(*draw(rng, list(scenes.values()), CLEAN)))
+        pixels = (images - config["image_mean"][0]) / config["image_std"][0]
+        tokens = tokenizer(list(scenes), padding=True, return_tensors="pt")
+        with torch.no_grad():
+            logits = model(**tokens, pixel_values=pixels).logits_per_image
+        hits += int((logits.argmax(1) == torch.arange(64)).sum())
+        total += 64
+    assert hits / total >= 0.9
 
 
 def test_unknown_bundled_name_is_refused_with_the_nearest() -> None:
