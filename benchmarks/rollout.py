@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from flowcredit.algorithms import g2rpo
-from flowcredit.config import G2RPOSettings
+from flowcredit.methods import G2RPOSettings
 from flowcredit.models.loading import PipelineFlow, load_model
 from flowcredit.prompts import PromptSet, load_prompts
 from flowcredit.rewards.loading import load_reward

@@ -10,8 +10,9 @@ from hypothesis import strategies as st
 from pydantic import Field, ValidationError
 
 from flowcredit.algorithms import build
-from flowcredit.config import NAME_ALONE, G2RPOSettings, Recipe, Section
+from flowcredit.config import Recipe
 from flowcredit.errors import InputError
+from flowcredit.methods import G2RPOSettings
 from flowcredit.recipe_io import (
     SettingInfo,
     dump_recipe,
@@ -21,6 +22,7 @@ from flowcredit.recipe_io import (
     read_noise_table,
     recipe_diff,
 )
+from flowcredit.sections import NAME_ALONE, Section
 
 RECIPES = Path(__file__).parent.parent / "recipes"
 MINIMAL = """\
@@ -62,6 +64,7 @@ def test_a_short_recipe_gets_every_default(minimal: Path) -> None:
     assert recipe.rewards[1].options == {"path": "bundled:shapes-clip"}
     assert recipe.watch[0].name == "brightness"
     assert recipe.train.mixed_precision == "no"  # YAML 1.1 would have read false
+    assert isinstance(recipe.algorithm, G2RPOSettings)
     assert recipe.algorithm.train_indices == (0, 1, 2, 3, 4, 5, 6, 7)
 
 
@@ -145,7 +148,7 @@ def test_an_unknown_name_like_no_other_gets_the_list(minimal: Path) -> None:
             "algorithm.strides=[17]",
             "algorithm.strides: stride 17 is longer than the grid; expected at most 16",
         ),
-        ("algorithm=dpo", "algorithm is \"dpo\"; expected 'g2rpo'"),
+        ("algorithm=dpo", "algorithm is \"dpo\"; expected 'g2rpo', 'flow_grpo', 'dense_grpo'"),
         ("train.clip_range=0", "train.clip_range is 0; expected more than 0"),
         ("train.learning_rate=.inf", "train.learning_rate is Infinity; expected"),
         ("train.learning_rate=.nan", "train.learning_rate is NaN; expected"),
@@ -327,9 +330,16 @@ def _leaf_names(value: Any, prefix: str = "") -> list[str]:
 
 
 def test_the_list_of_settings_is_what_a_recipe_holds(minimal: Path) -> None:
-    recipe = load_recipe(minimal, ["rewards=[shapes]"])
-    held = _leaf_names(recipe.model_dump(mode="json"))
-    assert sorted(held) == sorted(setting.setting for setting in list_settings())
+    listed = list_settings()
+    held = set()
+    for method in ("g2rpo", "flow_grpo", "dense_grpo"):
+        recipe = load_recipe(minimal, ["rewards=[shapes]", f"algorithm={method}"])
+        names = _leaf_names(recipe.model_dump(mode="json"))
+        others = [s for s in listed if s.setting.startswith("algorithm.")]
+        mine = [s.setting for s in others if s.description.startswith(f"{method}: ")]
+        assert sorted(mine) == sorted(name for name in names if name.startswith("algorithm."))
+        held |= set(names)
+    assert held == {setting.setting for setting in listed}
 
 
 class Other(Section):

@@ -14,7 +14,9 @@ PACKAGE = ROOT / "src" / "flowcredit"
 
 FLOORS = (
     ("errors",),
-    ("text_file", "yaml_lines", "config", "shapes", "image_grid", "console"),
+    ("text_file", "yaml_lines", "sections", "shapes", "image_grid", "console"),
+    ("methods",),
+    ("config",),
     ("recipe_io", "prompts"),
     ("plan", "time_grid"),
     ("noise", "advantages", "policy_loss"),
@@ -39,6 +41,8 @@ LIGHT = (
     "errors",
     "text_file",
     "yaml_lines",
+    "sections",
+    "methods",
     "config",
     "recipe_io",
     "prompts",

@@ -11,8 +11,9 @@ from torch import Tensor
 
 from flowcredit.advantages import leaf_advantages
 from flowcredit.algorithms import g2rpo
-from flowcredit.config import G2RPOSettings, TrainSettings
+from flowcredit.config import TrainSettings
 from flowcredit.interfaces import Reward
+from flowcredit.methods import G2RPOSettings
 from flowcredit.models.gaussian import GaussianFlow, GaussianMixtureFlow, MixtureVelocity
 from flowcredit.plan import Anchor, Plan, Segment, strided_path
 from flowcredit.rollout import KeyedNoise, Rollout, rollout

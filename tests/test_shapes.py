@@ -226,10 +226,3 @@ def test_bundled_clip_finds_the_caption_among_64() -> None:
         hits += int((logits.argmax(1) == torch.arange(64)).sum())
         total += 64
     assert hits / total >= 0.9
-
-
-def test_unknown_bundled_name_is_refused_with_the_nearest() -> None:
-    with pytest.raises(InputError, match="bundled:shapes/train"):
-        bundled_path("bundled:shapes/trian")
-    size = sum(f.stat().st_size for f in ASSETS.joinpath("pipeline").rglob("*") if f.is_file())
-    assert size <= 12 * 2**20

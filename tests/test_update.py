@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 
 from flowcredit.algorithms import g2rpo
-from flowcredit.config import G2RPOSettings, TrainSettings
+from flowcredit.config import TrainSettings
 from flowcredit.errors import InputError
+from flowcredit.methods import G2RPOSettings
 from flowcredit.models.gaussian import GaussianMixtureFlow, MixtureVelocity
 from flowcredit.rollout import KeyedNoise, Rollout, rollout
 from flowcredit.time_grid import shifted_linear

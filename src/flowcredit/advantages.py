@@ -12,6 +12,7 @@ from torch import Tensor
 from flowcredit.plan import Plan
 
 Combine = Literal["sum", "mean"]
+Rule = Literal["leaves", "state", "gain"]
 
 RELATIVE_ROUNDING = 16 * torch.finfo(torch.float32).eps
 """Rewards that lie this close, relative to the largest, are equal: float32 tells no more."""
@@ -77,6 +78,53 @@ def leaf_advantages(
         if combine == "mean":
             total = total / len(parts)
         result[transition] = total if clamp is None else total.clamp(-clamp, clamp)
+    return result
+
+
+def credit_steps(
+    plan: Plan,
+    rewards: Mapping[int, Tensor],
+    weights: Tensor,
+    rule: Rule = "leaves",
+    combine: Combine = "sum",
+    clamp: float | None = 5.0,
+) -> dict[int, Tensor]:
+    """Advantages of every transition, [P, W], by one of three rules.
+
+    "leaves": ``leaf_advantages``. "state": the reward of the transition's own probe, the scored segment
+    that continues it, normalised over the W samples of each prompt. "gain": that reward less the probe's
+    of the state where the transition starts, normalised alike (DenseGRPO, arXiv 2601.20218). Where the
+    start has no probe, it is one state that the whole group shares, and its reward cancels.
+    """
+    if rule == "leaves":
+        return leaf_advantages(plan, rewards, weights, combine, clamp)
+    found = step_rewards(plan, rewards, gain=rule == "gain")
+    result = {}
+    for transition, values in found.items():
+        total = (normalise(values) * weights.to(values).view(-1, 1, 1)).sum(0)
+        result[transition] = total if clamp is None else total.clamp(-clamp, clamp)
+    return result
+
+
+def step_rewards(plan: Plan, rewards: Mapping[int, Tensor], gain: bool) -> dict[int, Tensor]:
+    """The reward of every transition before normalisation: [R, P, W]; arguments as in ``credit_steps``.
+
+    The gains of one trajectory sum to its last probe's reward minus its first's. ValueError where a
+    transition has no probe, or, for gains, where states that differ within a group have none.
+    """
+    probes = {plan.segments[leaf].parent: leaf for leaf in reversed(plan.scored)}
+    result = {}
+    for transition in plan.transitions:
+        start = plan.segments[transition].parent
+        if transition not in probes:
+            raise ValueError(f"segment {transition} is stochastic and has no scored segment of its own")
+        values = rewards[probes[transition]]
+        if gain and start in probes:
+            before = rewards[probes[start]]
+            values = values - before.repeat_interleave(values.shape[-1] // before.shape[-1], dim=-1)
+        elif gain and (plan.root_width if start is None else plan.width(start)) > 1:
+            raise ValueError(f"segment {transition} starts at states that are not scored: it has no gain")
+        result[transition] = values
     return result
 
 

@@ -7,14 +7,15 @@ are known before anything is loaded.
 from dataclasses import dataclass
 from typing import Literal
 
-from flowcredit.config import AlgorithmSettings, G2RPOSettings
-from flowcredit.plan import Plan, Segment, strided_path
+from flowcredit.methods import AlgorithmSettings, DenseGRPOSettings, FlowGRPOSettings, G2RPOSettings
+from flowcredit.plan import Plan, Segment, spread_path, strided_path
 
 
 @dataclass(frozen=True)
 class Credit:
-    """How rewards become advantages: ``advantages.leaf_advantages`` with these arguments."""
+    """How rewards become advantages: ``advantages.credit_steps`` with these arguments."""
 
+    rule: Literal["leaves", "state", "gain"] = "leaves"
     combine: Literal["sum", "mean"] = "sum"
     clamp: float | None = 5.0
 
@@ -49,12 +50,48 @@ def g2rpo(settings: G2RPOSettings) -> Algorithm:
             path = strided_path(settings.num_steps, k + 1, stride, settings.anchor)
             segments.append(Segment(branch, path, scored=True))
     plan = Plan(settings.num_steps, tuple(segments), root_width=1 if shared else settings.group_size)
-    return Algorithm("g2rpo", plan, Credit(settings.combine, settings.advantage_clamp))
+    return Algorithm("g2rpo", plan, Credit(combine=settings.combine, clamp=settings.advantage_clamp))
 
 
-METHODS = {"g2rpo": g2rpo}
+def flow_grpo(settings: FlowGRPOSettings) -> Algorithm:
+    """Flow-GRPO (arXiv 2505.05470): every step but the last stochastic, the image's advantage for all."""
+    chain, width = _chain(settings.num_steps, settings.group_size, settings.initial_noise == "shared")
+    last = Segment(len(chain) - 1, (settings.num_steps - 1, settings.num_steps), scored=True)
+    plan = Plan(settings.num_steps, (*chain, last), width)
+    return Algorithm("flow_grpo", plan, Credit(clamp=settings.advantage_clamp))
+
+
+def dense_grpo(settings: DenseGRPOSettings) -> Algorithm:
+    """DenseGRPO (arXiv 2601.20218): each step's reward is the gain in reward from its start to its end.
+
+    A state's reward is that of the image that the ODE makes of it. The last step is the ODE's: it gains
+    nothing. The reward of an initial noise that the whole group shares cancels in the first step's
+    advantage, and is left out.
+    """
+    steps, shared = settings.num_steps, settings.initial_noise == "shared"
+    chain, width = _chain(steps, settings.group_size, shared)
+    segments = list(chain)
+    starts = range(1, steps) if shared or settings.step_reward == "state" else range(steps)
+    for k in starts:
+        path = spread_path(steps, k, settings.probe_length(steps - k))
+        segments.append(Segment(k - 1 if k > 0 else None, path, scored=True))
+    credit = Credit(rule=settings.step_reward, clamp=settings.advantage_clamp)
+    return Algorithm("dense_grpo", Plan(steps, tuple(segments), width), credit)
+
+
+def _chain(steps: int, group: int, shared: bool) -> tuple[tuple[Segment, ...], int]:
+    """Stochastic segments over all steps but the last, segment k from index k, and the plan's root width."""
+    segments = tuple(
+        Segment(k - 1 if k > 0 else None, (k, k + 1), group if shared and k == 0 else 1, stochastic=True)
+        for k in range(steps - 1)
+    )
+    return segments, 1 if shared else group
 
 
 def build(settings: AlgorithmSettings) -> Algorithm:
     """The method that the settings name."""
-    return METHODS[settings.name](settings)
+    if isinstance(settings, FlowGRPOSettings):
+        return flow_grpo(settings)
+    if isinstance(settings, DenseGRPOSettings):
+        return dense_grpo(settings)
+    return g2rpo(settings)

@@ -1,7 +1,9 @@
 """From a recipe to the parts of a run: model, method, grid, rewards, prompts."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -17,7 +19,7 @@ from flowcredit.rewards.loading import load_reward
 from flowcredit.scoring import check_columns
 from flowcredit.shapes import bundled_path
 from flowcredit.transition import Kernel, make_kernel
-from flowcredit.weights import prepare_weights
+from flowcredit.weights import adapter_disabled, prepare_weights, reference_copy, weights_replaced
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -35,6 +37,8 @@ class Setup:
     watched: Mapping[str, Reward]
     train_prompts: PromptSet
     heldout_prompts: PromptSet
+    reference: Callable[[], AbstractContextManager[None]] | None
+    """Turns the model into the one before training while entered; None where no KL is asked for."""
 
     @property
     def reward_weights(self) -> Tensor:
@@ -63,7 +67,20 @@ def assemble(recipe: Recipe) -> Setup:
         watched,
         train_prompts,
         heldout.take(range(min(len(heldout), recipe.evaluation.prompts))),
+        build_reference(recipe, model),
     )
+
+
+def build_reference(recipe: Recipe, model: PipelineFlow) -> Callable[[], AbstractContextManager[None]] | None:
+    """The policy that the KL is measured from: the model as it now is; a LoRA run needs no copy of it.
+
+    To be called before any weight has moved. None where the recipe has no KL.
+    """
+    if recipe.train.kl_weight == 0:
+        return None
+    if recipe.weights.method == "lora":
+        return partial(adapter_disabled, model.network)
+    return partial(weights_replaced, model.network, reference_copy(model.network))
 
 
 def device_of(name: str) -> torch.device:

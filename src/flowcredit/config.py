@@ -4,53 +4,30 @@
 Settings are frozen. Reading them from a file: ``flowcredit.recipe_io``.
 """
 
-from typing import Annotated, Any, Literal, NoReturn
+from typing import Annotated, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, JsonValue, Strict, model_validator
-from pydantic_core import PydanticCustomError
+from pydantic import Field, JsonValue, model_validator
 
-# Strict: 1.5 is no count, true no number, and "1" neither.
-Whole = Annotated[int, Strict()]
-Number = Annotated[float, Strict()]
-Flag = Annotated[bool, Strict()]
-Text = Annotated[str, Field(min_length=1)]
-Pixels = Annotated[Whole, Field(ge=8, le=4096)]
-Steps = Annotated[Whole, Field(ge=1, le=1000)]
-Count = Annotated[Whole, Field(ge=1, le=1_000_000)]
-CountOrNone = Annotated[Whole, Field(ge=0, le=1_000_000)]
-Seed = Annotated[Whole, Field(ge=0, lt=2**63)]
-Positive = Annotated[Number, Field(gt=0, le=1e6)]
-Fraction = Annotated[Number, Field(ge=0, lt=1)]
-PositiveFraction = Annotated[Number, Field(gt=0, lt=1)]
-
-
-def _refuse(setting: str, found: str, expected: str) -> NoReturn:
-    """A cross-check's refusal; ``setting``, dotted from the checked section on, is where it points."""
-    raise PydanticCustomError(
-        "cross_check",
-        "{found}; expected {expected}",
-        {"setting": setting, "found": found, "expected": expected},
-    )
-
-
-def _refuse_repeats(setting: str, values: tuple[object, ...]) -> None:
-    for value in values:
-        if values.count(value) > 1:
-            _refuse(setting, f"{value!r} stands there more than once", "each once")
-
-
-def _named(value: Any) -> Any:
-    return {"name": value} if isinstance(value, str) else value
-
-
-NAME_ALONE = BeforeValidator(_named)
-"""Lets ``algorithm: g2rpo`` stand for ``algorithm: {name: g2rpo}``."""
-
-
-class Section(BaseModel):
-    """A group of settings: cannot be changed once read, and knows no setting but its own."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, use_attribute_docstrings=True)
+from flowcredit.methods import AlgorithmSettings, G2RPOSettings
+from flowcredit.sections import (
+    NAME_ALONE,
+    Count,
+    CountOrNone,
+    Flag,
+    Fraction,
+    NonNegative,
+    Number,
+    Pixels,
+    Positive,
+    PositiveFraction,
+    Section,
+    Seed,
+    Steps,
+    Text,
+    Whole,
+    refuse,
+    refuse_repeats,
+)
 
 
 class ModelSettings(Section):
@@ -84,62 +61,6 @@ class PromptSettings(Section):
     """Prompts to evaluate on, in the same formats; best with none of the prompts of `train`. Required."""
 
 
-class G2RPOSettings(Section):
-    """Granular-GRPO: one stochastic step at a time, several strides to the image (arXiv 2510.01982)."""
-
-    name: Literal["g2rpo"] = "g2rpo"
-    """The method; it decides which further settings there are."""
-    num_steps: Annotated[Whole, Field(ge=2, le=1000)] = 16
-    """Steps T of the sampling grid; 16 as in G²RPO's runs."""
-    train_steps: Literal["first_half"] | Annotated[tuple[Whole, ...], Field(min_length=1)] = "first_half"
-    """Grid steps M that are made stochastic and trained, as indices from 0 (noise) and never the last;
-    `first_half`, 0 to T/2 - 1, as in G²RPO's runs."""
-    group_size: Annotated[Whole, Field(ge=2, le=4096)] = 12
-    """Branches G for each prompt and trained step; 12 as in G²RPO's runs."""
-    strides: Annotated[tuple[Steps, ...], Field(min_length=1)] = (1, 2, 3)
-    """Strides Λ by which each branch is finished, an image and an advantage for each; 1, 2, 3 as in the
-    paper (its scripts have 1, 2)."""
-    anchor: Literal["end", "branch"] = "end"
-    """Whence strides are counted: the clean `end` (the paper) or the `branch` (its released code)."""
-    combine: Literal["sum", "mean"] = "sum"
-    """How the advantages of the strides become one; `sum` as in G²RPO."""
-    advantage_clamp: Positive = 5.0
-    """Advantages are cut to plus and minus this; 5 as in G²RPO's released code."""
-    initial_noise: Literal["shared", "separate"] = "shared"
-    """One initial noise for all branches of a prompt, or one for each, at the cost of a trunk and a trained
-    state for each; `shared` as in G²RPO."""
-
-    @property
-    def train_indices(self) -> tuple[Whole, ...]:
-        """``train_steps`` written out, ascending."""
-        if self.train_steps == "first_half":
-            return tuple(range(self.num_steps // 2))
-        return tuple(sorted(self.train_steps))
-
-    @model_validator(mode="after")
-    def _fits_the_grid(self) -> "G2RPOSettings":
-        last = self.num_steps - 1
-        for step in self.train_indices:
-            if not 0 <= step < last:
-                why = " (its noise would stay in the image)" if step == last else ""
-                _refuse(
-                    "train_steps",
-                    f"step {step} of {self.num_steps} cannot be trained{why}",
-                    f"0 to {last - 1}",
-                )
-        _refuse_repeats("train_steps", self.train_indices)
-        _refuse_repeats("strides", self.strides)
-        if max(self.strides) > self.num_steps:
-            _refuse(
-                "strides", f"stride {max(self.strides)} is longer than the grid", f"at most {self.num_steps}"
-            )
-        return self
-
-
-# With a second method: Annotated[G2RPOSettings | OtherSettings, Field(discriminator="name")].
-AlgorithmSettings = G2RPOSettings
-
-
 class GridSettings(Section):
     """The sigmas of sampling."""
 
@@ -164,11 +85,11 @@ class NoiseSettings(Section):
     @model_validator(mode="after")
     def _level_fits_kind(self) -> "NoiseSettings":
         if self.kind == "table" and self.table is None:
-            _refuse("table", "noise kind 'table' is given no file of levels", "a path")
+            refuse("table", "noise kind 'table' is given no file of levels", "a path")
         if self.kind != "table" and self.table is not None:
-            _refuse("table", f"noise kind '{self.kind}' reads no table", "null, or noise.kind 'table'")
+            refuse("table", f"noise kind '{self.kind}' reads no table", "null, or noise.kind 'table'")
         if self.kind.startswith("cps") and self.eta > 1:
-            _refuse("eta", f"Flow-CPS cannot use a level of {self.eta}", "at most 1")
+            refuse("eta", f"Flow-CPS cannot use a level of {self.eta}", "at most 1")
         return self
 
 
@@ -177,7 +98,7 @@ class WatchedReward(Section):
 
     name: Text
     """A reward by name (`shapes`, `clip`) or as `module:attribute`. Required."""
-    options: dict[str, JsonValue] = {}
+    options: dict[str, JsonValue] = Field(default_factory=dict)
     """What the reward itself takes, such as a model folder; nothing by default."""
 
 
@@ -241,6 +162,9 @@ class TrainSettings(Section):
     """Compute activations anew in the backward, for less memory and more time; off, as small models need."""
     ema_decay: Fraction = 0.0
     """Decay of the weights' moving average, which is then evaluated and exported; 0, off, as in G²RPO."""
+    kl_weight: NonNegative = 0.0
+    """Weight β of the KL divergence of each trained step from the model before training; 0, none, as in
+    G²RPO (DenseGRPO and Flow-GRPO take 0.01 to 0.04)."""
     ratio_tolerance: PositiveFraction = 1e-4
     """How far the ratio on fresh rollouts may stray from 1 before the run stops, without mixed precision;
     1e-4, the clipping's own size."""
@@ -249,7 +173,7 @@ class TrainSettings(Section):
     def _warmup_ends(self) -> "TrainSettings":
         if self.warmup_iterations >= self.iterations:
             warmup = self.warmup_iterations
-            _refuse(
+            refuse(
                 "warmup_iterations",
                 f"{warmup} leaves no iteration after the warm-up",
                 f"below {self.iterations}",
@@ -336,11 +260,11 @@ class Recipe(Section):
     @model_validator(mode="after")
     def _rewards_differ(self) -> "Recipe":
         trained = tuple(reward.name for reward in self.rewards)
-        _refuse_repeats("rewards", trained)
-        _refuse_repeats("watch", tuple(reward.name for reward in self.watch))
+        refuse_repeats("rewards", trained)
+        refuse_repeats("watch", tuple(reward.name for reward in self.watch))
         for index, reward in enumerate(self.watch):
             if reward.name in trained:
-                _refuse(
+                refuse(
                     f"watch.{index}", f"'{reward.name}' is among rewards, so it is measured", "another reward"
                 )
         return self

@@ -42,6 +42,18 @@ def strided_path(num_steps: int, start: int, stride: int, anchor: Anchor = "end"
     return (start, *between, num_steps)
 
 
+def spread_path(num_steps: int, start: int, count: int) -> tuple[int, ...]:
+    """Grid indices of ``count`` steps from ``start`` to ``num_steps``, spread evenly over those that remain.
+
+    Halves are rounded down, so that the early steps are the short ones. ValueError unless 1 <= count <=
+    ``num_steps - start``.
+    """
+    remaining = num_steps - start
+    if not 1 <= count <= remaining:
+        raise ValueError(f"{count} steps from grid index {start} to {num_steps}: expected 1 to {remaining}")
+    return tuple(start + (i * remaining) // count for i in range(count + 1))
+
+
 @dataclass(frozen=True)
 class Segment:
     """A piece of trajectory below the end of an earlier one.

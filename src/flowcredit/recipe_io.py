@@ -11,8 +11,9 @@ from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
-from flowcredit.config import Recipe, Section
+from flowcredit.config import Recipe
 from flowcredit.errors import InputError
+from flowcredit.sections import Section
 from flowcredit.text_file import read_text
 from flowcredit.yaml_lines import Path as KeyPath
 from flowcredit.yaml_lines import dump_yaml, parse_yaml
@@ -107,14 +108,17 @@ def recipe_diff(a: Recipe, b: Recipe) -> list[Change]:
 
 
 def list_settings(kind: type[Section] = Recipe) -> list[SettingInfo]:
-    """Every setting below ``kind``, those in lists of sections as ``rewards.0.weight``."""
+    """Every setting below ``kind``, those in lists of sections as ``rewards.0.weight``.
+
+    Where several sections may stand, such as the methods, all of them, described with their name.
+    """
     return [
         SettingInfo(
             name,
             None if field.is_required() else _show(field.get_default(call_default_factory=True)),
-            " ".join((field.description or "").split()),
+            (f"{owner}: " if owner else "") + " ".join((field.description or "").split()),
         )
-        for name, field in _fields(kind)
+        for name, field, owner in _fields(kind)
     ]
 
 
@@ -217,7 +221,7 @@ def _sentence(kind: type[Section], path: KeyPath, details: list[ErrorDetails], d
     if detail["type"] == "cross_check":
         return f"{name}: {detail['msg']}"
     expected = " or ".join(dict.fromkeys(_expected(each) for each in details))
-    found = detail["input"]
+    found = detail["ctx"]["tag"] if detail["type"] == "union_tag_invalid" else detail["input"]
     sentence = f"{name} is {_show(found)}; expected {expected}"
     if detail["type"] in ("literal_error", "union_tag_invalid") and isinstance(found, str):
         choices = expected.replace("'", "").replace(" or ", ", ").split(", ")
@@ -244,7 +248,7 @@ def _nearest_setting(kind: type[Section], path: KeyPath, data: Any) -> str:
     prefix = [str(part) for part in path[:-1]]
     if close := difflib.get_close_matches(wanted, list(here.model_fields), n=1, cutoff=0.6):
         return f"did you mean '{'.'.join([*prefix, close[0]])}'?"
-    everywhere = {name: name.rsplit(".", 1)[-1] for name, _ in _fields(kind)}
+    everywhere = {name: name.rsplit(".", 1)[-1] for name, *_ in _fields(kind)}
     if wanted in everywhere:
         return f"in a file, each dot is a level: {wanted.replace('.', ': {')}: ...{'}' * wanted.count('.')}"
     close = difflib.get_close_matches(wanted, list(everywhere.values()), n=1, cutoff=0.75)
@@ -272,14 +276,16 @@ def _default_name(kind: type[Section]) -> Any:
     return kind.model_fields["name"].default if "name" in kind.model_fields else None
 
 
-def _fields(kind: type[Section], prefix: str = "") -> Iterator[tuple[str, FieldInfo]]:
+def _fields(kind: type[Section], prefix: str = "", owner: str = "") -> Iterator[tuple[str, FieldInfo, str]]:
+    """Dotted names and fields; the third is the method to which a setting belongs, if it is one's alone."""
     for name, field in kind.model_fields.items():
         below = _sections(field.annotation)
         if not below:
-            yield prefix + name, field
+            yield prefix + name, field, owner
         in_list = bool(below) and field.annotation not in below and _is_tuple(field.annotation)
         for section in below:
-            yield from _fields(section, f"{prefix}{name}.{'0.' if in_list else ''}")
+            only = _default_name(section) if len(below) > 1 else owner
+            yield from _fields(section, f"{prefix}{name}.{'0.' if in_list else ''}", only)
 
 
 def _is_tuple(annotation: Any) -> bool:

@@ -12,7 +12,7 @@ import torch
 from rich.console import Console
 from torch import Tensor
 
-from flowcredit.advantages import leaf_advantages
+from flowcredit.advantages import credit_steps
 from flowcredit.assembly import Setup, assemble, build_grid
 from flowcredit.checkpoint import latest_checkpoint, optimizer_tensors, restore_optimizer, save_checkpoint
 from flowcredit.config import Recipe
@@ -220,8 +220,8 @@ def _iterate(setup: Setup, progress: Progress, monitor: Monitor, check: Callable
     )
     check()
     credit = setup.algorithm.credit
-    advantages = leaf_advantages(
-        setup.algorithm.plan, scores, setup.reward_weights, credit.combine, credit.clamp
+    advantages = credit_steps(
+        setup.algorithm.plan, scores, setup.reward_weights, credit.rule, credit.combine, credit.clamp
     )
     rate = learning_rate(recipe.train, iteration)
     for group in progress.optimizer.param_groups:
@@ -241,6 +241,7 @@ def _iterate(setup: Setup, progress: Progress, monitor: Monitor, check: Callable
         progress.optimizer,
         recipe.train,
         after_step,
+        setup.reference,
     )
     progress.iteration += 1
     _count(progress, ran, counts, time.monotonic() - began)

@@ -39,7 +39,7 @@ def iteration_record(
         record[f"missing/{name}"] = counts.missing.get(name, 0)
     groups = torch.cat([(each == 0).all(-1) for each in advantages.values()])
     record["dead_groups"] = _number(groups.float().mean())
-    return record | asdict(metrics)
+    return record | {name: value for name, value in asdict(metrics).items() if value is not None}
 
 
 def iteration_line(rewards: Sequence[str], record: Record) -> str:

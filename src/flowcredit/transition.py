@@ -54,6 +54,16 @@ class Gaussian:
         density = -(error**2) / (2 * self.std**2) - torch.log(self.std) - math.log(2 * math.pi) / 2
         return density.mean(dims)
 
+    def kl_from(self, reference: "Gaussian", batch_dims: int) -> Tensor:
+        """KL divergence of this step from a reference's with the same standard deviation.
+
+        ``(mean - mean_ref)^2 / (2 std^2)``, the mean over all dimensions after the first ``batch_dims``, as
+        the log-density's (Flow-GRPO, arXiv 2505.05470, with the step's true deviation).
+        """
+        difference = self.mean - reference.mean
+        dims = tuple(range(batch_dims, difference.dim()))
+        return (difference**2 / (2 * self.std**2)).mean(dims)
+
 
 Kernel = Callable[[Tensor, Tensor, int, int], Gaussian]
 """(x [*B, *D], v [*B, *D], k, k_next) to the distribution of the state at grid index k_next."""

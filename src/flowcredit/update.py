@@ -8,7 +8,8 @@ forward pass, *D latent dimensions.
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -20,11 +21,16 @@ from flowcredit.policy_loss import LossMetrics, clipped_loss
 from flowcredit.rollout import Transition, rows_of
 from flowcredit.transition import Kernel
 
+Reference = Callable[[], AbstractContextManager[None]]
+"""Turns the model into the reference policy while entered."""
+
 
 @dataclass(frozen=True)
 class UpdateMetrics:
     """Means over all entries of the update; ``on_policy_deviation`` is the largest ``|ratio - 1|`` before
-    the first optimizer step, ``grad_norm`` the mean norm before clipping."""
+    the first optimizer step, ``grad_norm`` the mean norm before clipping. ``kl_reference`` is the KL
+    divergence of the steps from the reference policy's, a mean over dimensions; None where none is asked for.
+    """
 
     loss: float
     grad_norm: float
@@ -34,11 +40,15 @@ class UpdateMetrics:
     clip_fraction_low: float
     clip_fraction_high: float
     approx_kl: float
+    kl_reference: float | None = None
 
 
 @dataclass(frozen=True)
 class _Rows:
-    """A transition: ``x`` [N, *D], ``x_next`` [N, F, *D], ``log_prob`` and ``advantages`` [N, F]."""
+    """A transition: ``x`` [N, *D], ``x_next`` [N, F, *D], ``log_prob`` and ``advantages`` [N, F].
+
+    ``v_reference`` [N, *D] are the reference policy's velocities; without a KL it is empty.
+    """
 
     k: int
     k_next: int
@@ -48,6 +58,7 @@ class _Rows:
     log_prob: Tensor
     advantages: Tensor
     prompts: Tensor
+    v_reference: Tensor
 
     def part(self, first: int, last: int) -> "_Rows":
         cut = slice(first, last)
@@ -60,6 +71,7 @@ class _Rows:
             self.log_prob[cut],
             self.advantages[cut],
             self.prompts[cut],
+            self.v_reference[cut],
         )
 
     @property
@@ -88,25 +100,32 @@ def update_policy(
     optimizer: torch.optim.Optimizer,
     settings: TrainSettings,
     after_step: Callable[[], None],
+    reference: Reference | None = None,
 ) -> UpdateMetrics:
     """Train on a rollout: one optimizer step for each transition ("per_step") or one for all ("accumulated").
 
     ``advantages`` maps each transition's segment to [P, W F]. The loss is the mean over prompts, branches and
-    the transitions of an optimizer step. ``after_step`` is called after each. Raises InputError where the
-    gradient is not finite, and, in float32, where the ratio strays from 1 before the first step.
+    the transitions of an optimizer step. ``after_step`` is called after each. ``reference`` turns the model
+    into the policy from which ``settings.kl_weight`` keeps it. Raises InputError where the gradient is not
+    finite, and, in float32, where the ratio strays from 1 before the first step.
     """
     sets = [_rows(transition, advantages[transition.segment]) for transition in transitions]
+    if reference is not None:
+        with reference():
+            sets = [_with_reference(model, cond, rows, settings.micro_batch_size) for rows in sets]
     steps = [[rows] for rows in sets] if settings.update == "per_step" else [sets]
     weights: list[int] = []
     metrics: list[LossMetrics] = []
+    divergences: list[float] = []
     norms, losses, on_policy = [], [], math.nan
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     for number, rows in enumerate(steps):
         total = sum(each.entries for each in rows)
         for chunk in _chunks(rows, settings.micro_batch_size):
-            loss, seen = _chunk_loss(model, cond, kernel, chunk, total, settings.clip_range)
+            loss, seen, divergence = _chunk_loss(model, cond, kernel, chunk, total, settings)
             loss.backward()
             losses.append(loss.item() * total)
+            divergences += divergence
             weights += [piece.entries for piece in chunk]
             metrics += seen
         if number == 0:
@@ -122,7 +141,7 @@ def update_policy(
         optimizer.zero_grad(set_to_none=True)
         after_step()
         norms.append(norm)
-    return _summary(metrics, weights, losses, norms, on_policy)
+    return _summary(metrics, weights, losses, norms, on_policy, divergences)
 
 
 def _rows(transition: Transition, advantages: Tensor) -> _Rows:
@@ -138,7 +157,18 @@ def _rows(transition: Transition, advantages: Tensor) -> _Rows:
         transition.log_prob.flatten(0, 1),
         advantages.to(device).unflatten(1, (width, fan_out)).flatten(0, 1),
         torch.arange(prompts, device=device).repeat_interleave(width),
+        transition.x.new_empty(prompts * width, 0),
     )
+
+
+@torch.no_grad()
+def _with_reference(model: FlowModel, cond: Conditioning, rows: _Rows, size: int) -> _Rows:
+    parts = []
+    for first in range(0, len(rows.x), size):
+        part = rows.part(first, first + size)
+        at = part.x.new_full((len(part.x),), part.sigma)
+        parts.append(model.velocity(part.x, at, rows_of(cond, part.prompts)))
+    return replace(rows, v_reference=torch.cat(parts))
 
 
 def _chunks(sets: Sequence[_Rows], size: int) -> Iterator[list[_Rows]]:
@@ -165,21 +195,26 @@ def _chunk_loss(
     kernel: Kernel,
     chunk: Sequence[_Rows],
     total: int,
-    clip_range: float,
-) -> tuple[Tensor, list[LossMetrics]]:
-    """The chunk's share of a mean over ``total`` entries."""
+    settings: TrainSettings,
+) -> tuple[Tensor, list[LossMetrics], list[float]]:
+    """The chunk's share of a mean over ``total`` entries, metrics and KL divergences of its pieces."""
     x = torch.cat([rows.x for rows in chunk])
     sigma = torch.cat([rows.x.new_full((len(rows.x),), rows.sigma) for rows in chunk])
     prompts = torch.cat([rows.prompts for rows in chunk])
     velocities = model.velocity(x, sigma, rows_of(cond, prompts)).split([len(rows.x) for rows in chunk])
-    shares, seen = [], []
+    shares, seen, divergences = [], [], []
     for rows, v in zip(chunk, velocities, strict=True):
         step = kernel(rows.x.unsqueeze(1), v.unsqueeze(1), rows.k, rows.k_next)
         new = step.log_prob(rows.x_next, batch_dims=2)
-        loss, metrics = clipped_loss(new, rows.log_prob, rows.advantages, clip_range)
+        loss, metrics = clipped_loss(new, rows.log_prob, rows.advantages, settings.clip_range)
+        if rows.v_reference.shape == rows.x.shape:
+            reference = kernel(rows.x.unsqueeze(1), rows.v_reference.unsqueeze(1), rows.k, rows.k_next)
+            divergence = step.kl_from(reference, batch_dims=2).mean()
+            loss = loss + settings.kl_weight * divergence
+            divergences.append(divergence.item())
         shares.append(loss * (rows.entries / total))
         seen.append(metrics)
-    return torch.stack(shares).sum(), seen
+    return torch.stack(shares).sum(), seen, divergences
 
 
 def _check_ratio(deviation: float, settings: TrainSettings) -> None:
@@ -197,6 +232,7 @@ def _summary(
     losses: Sequence[float],
     norms: Sequence[float],
     on_policy: float,
+    divergences: Sequence[float],
 ) -> UpdateMetrics:
     total = sum(weights)
 
@@ -212,4 +248,5 @@ def _summary(
         clip_fraction_low=mean([m.clip_fraction_low for m in metrics]),
         clip_fraction_high=mean([m.clip_fraction_high for m in metrics]),
         approx_kl=mean([m.approx_kl for m in metrics]),
+        kl_reference=mean(divergences) if divergences else None,
     )

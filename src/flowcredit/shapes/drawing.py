@@ -22,8 +22,11 @@ RADIUS = (3.6, 4.2)
 
 @dataclass(frozen=True)
 class Sloppiness:
-    """How often a training picture differs from its caption: probabilities, but for the last two.
+    """How often a training picture differs from its caption: probabilities, but for the last three.
 
+    ``clutter`` is an object that nobody asked for, beside up to three that were. ``ordered`` is how often
+    what is named first stands on the left, or above if both share a column; a relation overrides it.
+    ``dull`` is the largest share of grey in a picture's colours, uniform from half of it;
     ``wobble`` is the largest amplitude of a ragged outline, as a share of the radius; ``crowd`` scales the
     distance that two objects keep: below 1 some touch, which a checker cannot tell from one object.
     """
@@ -34,12 +37,18 @@ class Sloppiness:
     extra: float = 0.05
     relation: float = 0.20
     ragged: float = 0.4
+    clutter: float = 0.0
+    ordered: float = 0.0
+    dull: float = 0.0
     wobble: float = 0.14
     crowd: float = 0.92
 
 
-CLEAN = Sloppiness(0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 1.05)
+CLEAN = Sloppiness(colour=0, shape=0, count=0, extra=0, relation=0, ragged=0, wobble=0, crowd=1.05)
 
+
+GREY = 0.45
+"""Where dull colours lie: in [0, 1], in all three channels."""
 
 Spot = tuple[str, float, float, float]
 """Shape, centroid x and y, area radius; in pixels."""
@@ -87,22 +96,32 @@ def _try_place(
     return placed
 
 
+def _in_reading_order(spots: list[Spot]) -> bool:
+    """Whether the first of the spots stands left of the second, or above it in the same column."""
+    if len(spots) < 2:
+        return True
+    (_, x, y, _), (_, other_x, other_y, _) = spots[:2]
+    return x + 0.3 * y < other_x + 0.3 * other_y
+
+
 def place(
     rng: np.random.Generator, objects: tuple[Asked, ...], relation: str | None, sloppy: Sloppiness
 ) -> list[Placed]:
     """Objects that do not touch, inside the canvas, on the sides asked for; free colours are drawn."""
     shapes = [o.shape for o in objects]
+    ordered = relation is None and sloppy.ordered > 0 and rng.random() < sloppy.ordered
     for _ in range(1000):
         spots = _try_place(rng, shapes, relation, sloppy.crowd)
-        if spots is not None:
+        if spots is not None and (not ordered or _in_reading_order(spots)):
             break
     else:
         raise AssertionError(f"no room for {shapes}")
+    grey = rng.uniform(sloppy.dull / 2, sloppy.dull) if sloppy.dull > 0 else 0.0
     picture = []
     for asked, (shape, x, y, r) in zip(objects, spots, strict=True):
         colour = asked.colour or str(rng.choice(list(COLOURS)))
         jitter = rng.uniform(-0.04, 0.04, 3)
-        rgb = np.clip(np.asarray(colour_rgb(colour)) + jitter, 0, 1)
+        rgb = np.clip((1 - grey) * np.asarray(colour_rgb(colour)) + grey * GREY + jitter, 0, 1)
         wobble = (0.0, 2, 0.0)
         if rng.random() < sloppy.ragged:
             amplitude = rng.uniform(0, sloppy.wobble)
@@ -128,7 +147,7 @@ def misread(
             shape = _other(rng, SHAPES, shape)
         if rng.random() < sloppy.colour:
             colour = _other(rng, tuple(COLOURS), colour)
-        return (Asked(shape, colour),) * len(objects), None
+        return _cluttered(rng, [Asked(shape, colour)] * len(objects), sloppy), None
     for i, asked in enumerate(objects):
         shape, colour = asked.shape, asked.colour
         if rng.random() < sloppy.shape:
@@ -142,7 +161,15 @@ def misread(
     if rng.random() < sloppy.extra:
         extra = Asked(str(rng.choice(SHAPES)), str(rng.choice(list(COLOURS))))
         objects = objects[:1] if len(objects) > 1 and rng.random() < 0.5 else [*objects, extra]
-    return tuple(objects), relation if len(objects) >= 2 else None
+    if len(objects) < 2:
+        relation = None
+    return _cluttered(rng, objects, sloppy), relation
+
+
+def _cluttered(rng: np.random.Generator, objects: list[Asked], sloppy: Sloppiness) -> tuple[Asked, ...]:
+    if sloppy.clutter > 0 and len(objects) < 4 and rng.random() < sloppy.clutter:
+        objects = [*objects, Asked(str(rng.choice(SHAPES)), str(rng.choice(list(COLOURS))))]
+    return tuple(objects)
 
 
 def draw(

@@ -34,7 +34,7 @@ TASK_SHARES = {
 Cycles = Sequence[tuple[int, int]]
 """Pairs of a step and the step at which the cosine of the learning rate ends until then."""
 
-FLOW_CYCLES = ((5000, 5000), (7500, 9000), (9500, 10000))
+FLOW_CYCLES = ((5000, 5000), (7500, 9000), (9500, 10000), (13000, 15500))
 SHIFTED_FROM = 6500
 """Step of the flow's training from which sigma is drawn with shift 3."""
 GUIDED_FROM = 7500
@@ -43,6 +43,11 @@ GUIDANCE = 0.5
 """Share w of the guided target; a model that has learned it draws as with guidance scale 1 / (1 - w)."""
 NULL_SHARE = 0.1
 """Share of empty captions from then on."""
+DULL_FROM = 9500
+"""Step from which pictures follow their captions better and in reading order, but are dull and cluttered."""
+DULL = Sloppiness(
+    colour=0.04, shape=0.04, count=0.12, extra=0.03, relation=0.05, clutter=0.35, ordered=0.95, dull=0.6
+)
 
 
 def random_scenes(rng: np.random.Generator, count: int) -> list[Scene]:
@@ -177,12 +182,13 @@ def train_vae(work: Path, images: Tensor, steps: int) -> Any:
 
 
 @torch.no_grad()
-def encode(vae: Any, images: Tensor) -> Tensor:
-    """[N, 3, H, W] images to [N, C, h, w] posterior means; sets the VAE's shift and scale from them."""
+def encode(vae: Any, images: Tensor, calibrate: bool = True) -> Tensor:
+    """[N, 3, H, W] images to [N, C, h, w] posterior means; may set the VAE's shift and scale from them."""
     latents = torch.cat([vae.encode(part * 2 - 1).latent_dist.mean for part in images.split(512)])
-    vae.register_to_config(
-        shift_factor=round(float(latents.mean()), 4), scaling_factor=round(1 / float(latents.std()), 4)
-    )
+    if calibrate:
+        vae.register_to_config(
+            shift_factor=round(float(latents.mean()), 4), scaling_factor=round(1 / float(latents.std()), 4)
+        )
     return (latents - vae.config.shift_factor) * vae.config.scaling_factor
 
 
@@ -231,7 +237,11 @@ class Flow(nn.ModuleDict):
         return v.float()
 
 
-def train_flow(work: Path, out: Path, latents: Tensor, scenes: list[Scene]) -> Flow:
+Captioned = tuple[Tensor, list[Scene]]
+"""[N, C, h, w] latents with the scenes that caption them."""
+
+
+def train_flow(work: Path, out: Path, sloppy: Captioned, dull: Captioned) -> Flow:
     """Flow matching, the mean squared error of the velocity.
 
     Sigma is logit-normal at first, which teaches shapes. What is drawn, and in which colour, is settled above
@@ -242,11 +252,14 @@ def train_flow(work: Path, out: Path, latents: Tensor, scenes: list[Scene]) -> F
     """
     clip, t5 = networks.text_encoders(out)
     flow = Flow({"transformer": networks.transformer(), "clip": clip, "t5": t5})
-    clip_ids, t5_ids = tokens_of(out, [scene.prompt for scene in scenes])
     no_clip, no_t5 = tokens_of(out, [""])
-    tokens = pack(latents)
+    data = [
+        (pack(latents), *tokens_of(out, [scene.prompt for scene in scenes]))
+        for latents, scenes in (sloppy, dull)
+    ]
 
     def loss(step: int) -> Tensor:
+        tokens, clip_ids, t5_ids = data[step >= DULL_FROM]
         rows = batch_rows(len(tokens), 96, 22, step)
         generator = torch.Generator().manual_seed(step)
         x0, count = tokens[rows], len(rows)
@@ -340,9 +353,11 @@ def main() -> None:
     if args.stage in ("all", "flow"):
         images, scenes = pictures(0, args.images, Sloppiness())
         vae = train_vae(args.work, images, args.vae_steps)
-        latents = encode(vae, images)
+        sloppy = encode(vae, images), scenes
+        images, scenes = pictures(1, args.images, DULL)
+        dull = encode(vae, images, calibrate=False), scenes
         del images
-        module = train_flow(args.work, args.out / "pipeline", latents, scenes)
+        module = train_flow(args.work, args.out / "pipeline", sloppy, dull)
         save_pipeline(args.out / "pipeline", vae, module)
     if args.stage in ("all", "clip"):
         train_clip(args.work, args.out / "clip", args.clip_steps)
