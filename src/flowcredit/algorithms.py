@@ -61,17 +61,18 @@ def flow_grpo(settings: FlowGRPOSettings) -> Algorithm:
     return Algorithm("flow_grpo", plan, Credit(clamp=settings.advantage_clamp))
 
 
-def dense_grpo(settings: DenseGRPOSettings) -> Algorithm:
+def dense_grpo(settings: DenseGRPOSettings, score_start: bool = False) -> Algorithm:
     """DenseGRPO (arXiv 2601.20218): each step's reward is the gain in reward from its start to its end.
 
     A state's reward is that of the image that the ODE makes of it. The last step is the ODE's: it gains
     nothing. The reward of an initial noise that the whole group shares cancels in the first step's
-    advantage, and is left out.
+    advantage, and is left out unless ``score_start`` asks for it.
     """
     steps, shared = settings.num_steps, settings.initial_noise == "shared"
     chain, width = _chain(steps, settings.group_size, shared)
     segments = list(chain)
-    starts = range(1, steps) if shared or settings.step_reward == "state" else range(steps)
+    cancels = shared or settings.step_reward == "state"
+    starts = range(1 if cancels and not score_start else 0, steps)
     for k in starts:
         path = spread_path(steps, k, settings.probe_length(steps - k))
         segments.append(Segment(k - 1 if k > 0 else None, path, scored=True))

@@ -82,6 +82,13 @@ class NoiseSettings(Section):
     table: Text | None = None
     """File with a level ψ for each grid step (a list in YAML or JSON), for kind `table` alone."""
 
+    @model_validator(mode="before")
+    @classmethod
+    def _a_table_names_its_kind(cls, value: object) -> object:
+        if isinstance(value, dict) and value.get("table") is not None and "kind" not in value:
+            return {"kind": "table", **value}
+        return value
+
     @model_validator(mode="after")
     def _level_fits_kind(self) -> "NoiseSettings":
         if self.kind == "table" and self.table is None:
@@ -230,6 +237,26 @@ class LoggingSettings(Section):
     """Iterations between lines on the console; 1. The JSONL log holds every iteration."""
 
 
+class CalibrationSettings(Section):
+    """How `flowcredit calibrate` finds a noise level for each step (Algorithm 1 of DenseGRPO, arXiv
+    2601.20218)."""
+
+    trajectories: Annotated[Whole, Field(ge=2, le=1_000_000)] = 512
+    """Trajectories that judge the steps in each round, at least; 512, open in the paper."""
+    tolerance: PositiveFraction = 0.1
+    """A step is balanced where the shares of trajectories that gain and that lose by it differ by less than
+    this; 0.1, between 45 and 55 % (the paper's ε1 is a count, 2)."""
+    step: PositiveFraction = 0.1
+    """By how much a level moves in a round, as a share of its start; 0.1, halved as the level settles (the
+    paper's ε2 is 0.01, always)."""
+    floor: Positive = 0.01
+    """Lowest level; 0.01, open in the paper."""
+    turns: Count = 2
+    """Changes between balanced and not after which a step is settled; 2, open in the paper."""
+    rounds: Count = 60
+    """Rounds after which it ends, settled or not; 60, open in the paper."""
+
+
 class Recipe(Section):
     """One run: everything that decides its course."""
 
@@ -256,6 +283,7 @@ class Recipe(Section):
     evaluation: EvaluationSettings = EvaluationSettings()
     checkpoint: CheckpointSettings = CheckpointSettings()
     logging: LoggingSettings = LoggingSettings()
+    calibration: CalibrationSettings = CalibrationSettings()
 
     @model_validator(mode="after")
     def _rewards_differ(self) -> "Recipe":
