@@ -19,7 +19,6 @@ from flowcredit.recipe_io import (
     list_settings,
     load_recipe,
     load_settings,
-    read_noise_table,
     recipe_diff,
 )
 from flowcredit.sections import NAME_ALONE, Section
@@ -160,7 +159,7 @@ def test_an_unknown_name_like_no_other_gets_the_list(minimal: Path) -> None:
         ("train=", "train is null; expected settings below it"),
         ("noise={kind: cps, eta: 1.5}", "noise.eta: Flow-CPS cannot use a level of 1.5; expected at most 1"),
         ("noise.kind=table", "noise.table: noise kind 'table' is given no file of levels"),
-        ("noise.table=levels.yaml", "noise.table: noise kind 'flow_sde' reads no table"),
+        ("noise={table: levels.yaml, kind: cps}", "noise.table: noise kind 'cps' reads no table"),
         ("rewards=[]", "rewards is []; expected at least 1 in the list"),
         ("rewards=[shapes, shapes]", "rewards: 'shapes' stands there more than once"),
         ("watch=[other, shapes]", "watch.1: 'shapes' is among rewards"),
@@ -367,22 +366,6 @@ def test_a_second_method_is_a_second_class(tmp_path: Path) -> None:
         load_settings(TwoMethods, file, ["algorithm.name=g2rpo", "algorithm.group_size=1"])
     with pytest.raises(InputError, match="'g2rpo', 'other'"):
         load_settings(TwoMethods, file, ["algorithm=third"])
-
-
-def test_a_noise_table_is_a_list_of_levels(tmp_path: Path) -> None:
-    file = tmp_path / "levels.yaml"
-    file.write_text("- 0.7\n- 1\n- 1e-3\n", encoding="utf-8")
-    assert read_noise_table(file) == (0.7, 1.0, 0.001)
-    for content, told in [
-        ("- 0.7\n- -1\n", r"levels\.yaml:2: level 1 is -1"),
-        ("[0.7,\n .nan]", r"levels\.yaml:2: level 1 is NaN"),
-        ("- true\n", "level 0 is true"),
-        ("0.7", "expected a list"),
-        ("[]", "expected a list"),
-    ]:
-        file.write_text(content, encoding="utf-8")
-        with pytest.raises(InputError, match=told):
-            read_noise_table(file)
 
 
 @pytest.mark.parametrize("file", sorted(RECIPES.glob("*.yaml")), ids=lambda file: file.name)

@@ -1,6 +1,6 @@
 """From a recipe to the parts of a run: model, method, grid, rewards, prompts."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
@@ -13,8 +13,8 @@ from flowcredit.config import GridSettings, Recipe, RewardSettings, WatchedRewar
 from flowcredit.errors import InputError
 from flowcredit.interfaces import FlowModel, Reward
 from flowcredit.models.loading import PipelineFlow, load_model
+from flowcredit.noise_table import read_noise_table
 from flowcredit.prompts import PromptSet, load_prompts
-from flowcredit.recipe_io import read_noise_table
 from flowcredit.rewards.loading import load_reward
 from flowcredit.scoring import check_columns
 from flowcredit.shapes import bundled_path
@@ -148,8 +148,23 @@ def build_kernel(recipe: Recipe, grid: Tensor) -> Kernel:
     settings = recipe.noise
     if settings.table is None:
         return make_kernel(settings.kind, grid, settings.eta)
-    levels = read_noise_table(settings.table)
+    table = read_noise_table(settings.table)
+    if table.grid is not None and not _same_grid(table.grid, grid):
+        raise InputError(
+            f"{table.source}: was calibrated for {_grid_words(table.grid)}, but this recipe samples"
+            f" {_grid_words(grid.tolist())}; calibrate again, or sample as it was calibrated"
+        )
     try:
-        return make_kernel("table", grid, levels)
+        return make_kernel("table", grid, table.levels)
     except ValueError as error:
-        raise InputError(f"{settings.table}: {error}") from None
+        raise InputError(f"{table.source}: {error}") from None
+
+
+def _same_grid(one: Sequence[float], other: Tensor) -> bool:
+    return len(one) == len(other) and bool(
+        (torch.tensor(one, dtype=torch.float64) - other).abs().max() < 1e-4
+    )
+
+
+def _grid_words(sigmas: Sequence[float]) -> str:
+    return f"{len(sigmas) - 1} steps, sigma {', '.join(f'{sigma:.3g}' for sigma in sigmas[:4])}, ..."

@@ -213,6 +213,32 @@ def plan(source: RecipeOrRun, overrides: Overrides = None) -> None:
 
 
 @app.command()
+def calibrate(
+    source: RecipeOrRun,
+    overrides: Overrides = None,
+    out: Annotated[
+        Path, typer.Option(metavar="FILE", help="The noise table to write (JSON); not written over.")
+    ] = Path("psi.json"),
+) -> None:
+    """Find for each step the noise at which exploration helps as often as it hurts (DenseGRPO).
+
+    Ctrl-C and a killed process lose no finished round: give the command again.
+
+    [cyan]flowcredit calibrate recipes/shapes_dense_grpo.yaml --out psi.json[/cyan]
+
+    [cyan]flowcredit train recipes/shapes_dense_grpo.yaml noise.table=psi.json[/cyan]
+    """
+    settings, _ = _open(source, overrides)
+    from flowcredit.calibrate import calibrate_command
+
+    try:
+        calibrate_command(settings, out)
+    except KeyboardInterrupt:
+        typer.echo("\nInterrupted; no finished round is lost; give the command again to go on", err=True)
+        raise typer.Exit(INTERRUPTED) from None
+
+
+@app.command()
 def report(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="The folder of a run.", show_default=False)],
 ) -> None:

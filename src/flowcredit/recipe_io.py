@@ -122,26 +122,6 @@ def list_settings(kind: type[Section] = Recipe) -> list[SettingInfo]:
     ]
 
 
-def read_noise_table(path: str | Path) -> tuple[float, ...]:
-    """The noise level of each grid step from a file with one list of numbers, in YAML or JSON.
-
-    Raises InputError. How many levels a grid needs is checked where the levels are used.
-    """
-    source = str(path)
-    located = parse_yaml(read_text(Path(path), "a table of noise levels"), source)
-    if not isinstance(located.value, list) or not located.value:
-        raise InputError(
-            f"{source}: holds {_show(located.value)}; expected a list with a level for each grid step"
-        )
-    for place, level in enumerate(located.value):
-        if isinstance(level, bool) or not isinstance(level, int | float) or not 0 <= level < float("inf"):
-            where = f"{source}:{located.lines[(place,)]}"
-            raise InputError(
-                f"{where}: level {place} is {_show(level)}; expected a finite number, at least 0"
-            )
-    return tuple(float(level) for level in located.value)
-
-
 def _apply(kind: type[Section], data: dict[str, Any], places: dict[KeyPath, str], override: str) -> None:
     """Sets one value in ``data``; whether its name is known is for the check of the whole to say."""
     label = f"override '{override}'"

@@ -26,7 +26,7 @@ class Sloppiness:
 
     ``clutter`` is an object that nobody asked for, beside up to three that were. ``ordered`` is how often
     what is named first stands on the left, or above if both share a column; a relation overrides it.
-    ``dull`` is the largest share of grey in a picture's colours, uniform from half of it;
+    ``dull`` are the smallest and largest share of grey in a picture's colours;
     ``wobble`` is the largest amplitude of a ragged outline, as a share of the radius; ``crowd`` scales the
     distance that two objects keep: below 1 some touch, which a checker cannot tell from one object.
     """
@@ -39,7 +39,7 @@ class Sloppiness:
     ragged: float = 0.4
     clutter: float = 0.0
     ordered: float = 0.0
-    dull: float = 0.0
+    dull: tuple[float, float] = (0.0, 0.0)
     wobble: float = 0.14
     crowd: float = 0.92
 
@@ -116,7 +116,7 @@ def place(
             break
     else:
         raise AssertionError(f"no room for {shapes}")
-    grey = rng.uniform(sloppy.dull / 2, sloppy.dull) if sloppy.dull > 0 else 0.0
+    grey = rng.uniform(*sloppy.dull) if sloppy.dull[1] > 0 else 0.0
     picture = []
     for asked, (shape, x, y, r) in zip(objects, spots, strict=True):
         colour = asked.colour or str(rng.choice(list(COLOURS)))
