@@ -28,7 +28,7 @@ FLOORS = (
     ("weights", "checkpoint", "distributed", "update", "run_folder", "export", "comparison"),
     ("assembly", "training_log"),
     ("evaluation_files",),
-    ("evaluate", "calibration"),
+    ("evaluate", "calibration", "diagnostics"),
     ("report", "calibrate"),
     ("trainer",),
     ("cli",),

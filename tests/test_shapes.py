@@ -2,6 +2,7 @@
 
 import itertools
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -10,10 +11,12 @@ import torch
 from transformers import CLIPModel, CLIPTokenizer, T5TokenizerFast
 
 from flowcredit.errors import InputError
-from flowcredit.shapes import ASSETS, bundled_path
+from flowcredit.shapes import ASSETS, bundled_path, networks
 from flowcredit.shapes.canvas import Placed, colour_rgb, render
 from flowcredit.shapes.checker import check, check_batch, find_objects
 from flowcredit.shapes.drawing import CLEAN, Sloppiness, draw
+from flowcredit.shapes.language import PLACES, answers, noun_ids, noun_rows, train_language
+from flowcredit.shapes.pretrain import tokens_of
 from flowcredit.shapes.prompt_files import write
 from flowcredit.shapes.scenes import COLOURS, SHAPES, TASKS, Scene, all_scenes, is_held_out
 from flowcredit.shapes.text import CLIP_CONTEXT, T5_CONTEXT, words, write_clip_tokenizer, write_t5_tokenizer
@@ -226,3 +229,41 @@ def test_bundled_clip_finds_the_caption_among_64() -> None:
         hits += int((logits.argmax(1) == torch.arange(64)).sum())
         total += 64
     assert hits / total >= 0.9
+
+
+def test_what_captions_mean_by_hand() -> None:
+    scenes = {scene.prompt: scene for scenes in all_scenes().values() for scene in scenes}
+    three = answers(scenes["three blue squares"])
+    assert three == [{"shape": 1, "colour": 4, "number": 2, "place": PLACES.index("alone")}]
+    side = answers(scenes["a red circle left of a blue square"])
+    assert [noun["place"] for noun in side] == [PLACES.index("left of"), PLACES.index("right of")]
+    assert [noun["colour"] for noun in side] == [0, 4]
+    free = answers(scenes["a circle and a cross"])
+    assert [(noun["shape"], noun["colour"], noun["place"]) for noun in free] == [(0, 7, 1), (3, 7, 2)]
+
+
+def test_text_encoders_come_to_understand_captions(tmp_path: Path) -> None:
+    clip, t5 = networks.text_encoders(tmp_path)
+    scenes = [scene for task in ("single_object", "two_objects") for scene in all_scenes()[task]]
+    clip_ids, t5_ids = tokens_of(tmp_path, [scene.prompt for scene in scenes])
+    nouns = noun_ids(T5TokenizerFast.from_pretrained(tmp_path / "tokenizer_2"))
+    assert len(noun_rows(t5_ids, nouns)) == sum(len(scene.objects) for scene in scenes)
+    assert train_language(clip, t5, clip_ids, t5_ids, nouns, scenes, steps=250) > 0.9
+
+
+def test_pictures_from_the_web_are_dull_cluttered_and_in_reading_order() -> None:
+    rng = np.random.default_rng(3)
+    pair = list(all_scenes()["attribute_binding"][:400])
+    dull = replace(CLEAN, dull=(0.5, 0.5))
+    images = render(*draw(rng, pair[:50], dull))
+    assert 0.3 < (images.max((1, 2, 3)) - images.min((1, 2, 3))).mean() < 0.75
+    cluttered, _ = draw(rng, pair, replace(CLEAN, clutter=0.25))
+    assert 0.18 < np.mean([len(picture) == 3 for picture in cluttered]) < 0.32
+    ordered, _ = draw(rng, pair, replace(CLEAN, ordered=1.0))
+    free, _ = draw(rng, pair, CLEAN)
+
+    def first_is_left(pictures: list[list[Placed]]) -> float:
+        return float(np.mean([p[0].x + 0.3 * p[0].y < p[1].x + 0.3 * p[1].y for p in pictures]))
+
+    assert first_is_left(ordered) == 1.0
+    assert 0.4 < first_is_left(free) < 0.6

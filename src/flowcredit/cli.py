@@ -239,6 +239,37 @@ def calibrate(
 
 
 @app.command()
+def diagnose(
+    source: RecipeOrRun,
+    overrides: Overrides = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FOLDER",
+            help="Folder for figures and page: RUN/diagnosis for a run, else ./diagnosis; written anew.",
+            show_default=False,
+        ),
+    ] = None,
+    prompts: Annotated[
+        int, typer.Option(metavar="N", min=1, max=100_000, help="Training prompts to look at.")
+    ] = 16,
+) -> None:
+    """Draw where a reward is made: gains and rewards by step, what each step's noise explains, strides.
+
+    What lies in RUN/diagnosis also appears in the run's report.
+
+    [cyan]flowcredit diagnose recipes/shapes_g2rpo.yaml noise.eta=0.3[/cyan]
+
+    [cyan]flowcredit diagnose runs/shapes-g2rpo --prompts 48[/cyan]
+    """
+    settings, run_dir = _open(source, overrides)
+    folder = out or ((run_dir or Path()) / "diagnosis")
+    from flowcredit.report.diagnose import diagnose_command
+
+    diagnose_command(settings, run_dir, folder, prompts)
+
+
+@app.command()
 def report(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="The folder of a run.", show_default=False)],
 ) -> None:

@@ -34,6 +34,7 @@ __all__ = [
     "sample",
     "sample_command",
     "summarise",
+    "weights_of",
 ]
 
 Progress = Callable[[int], None]
@@ -147,7 +148,7 @@ def evaluate_command(recipe: Recipe, run_dir: Path | None, out: Path | None) -> 
     grid = build_grid(recipe.grid, model, steps)
     total = min(len(heldout), recipe.evaluation.prompts) * steps
     console = Console()
-    with _weights_of(model, run_dir) as iteration, _bar(console, "evaluating", total) as advance:
+    with weights_of(model, run_dir) as iteration, _bar(console, "evaluating", total) as advance:
         result = evaluate(
             model,
             heldout,
@@ -181,7 +182,7 @@ def sample_command(
     out.mkdir(parents=True)
     rows: dict[tuple[int, int], Tensor] = {}
     with (
-        _weights_of(model, run_dir),
+        weights_of(model, run_dir),
         _bar(console, "sampling", len(prompts) * count * steps) as advance,
         (out / "images.jsonl").open("w", encoding="utf-8") as listing,
     ):
@@ -207,7 +208,7 @@ def sample_command(
 
 
 @contextmanager
-def _weights_of(model: FlowModel, run_dir: Path | None) -> Iterator[int]:
+def weights_of(model: FlowModel, run_dir: Path | None) -> Iterator[int]:
     """The model with a run's newest weights, averaged ones where the run keeps them; its iterations."""
     from flowcredit.checkpoint import latest_checkpoint
     from flowcredit.run_folder import RunFolder

@@ -1,9 +1,8 @@
-"""Curves of a run as SVG text. Colours are those of Okabe and Ito, told apart without colour vision.
+"""Curves of a run as SVG text.
 
 matplotlib is imported here at the top: import this module only where the report is made.
 """
 
-import io
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -17,33 +16,7 @@ from matplotlib.ticker import EngFormatter, FixedLocator, MaxNLocator, NullLocat
 
 from flowcredit.comparison import summarise
 from flowcredit.report.run_data import RunData
-
-BLUE, ORANGE, GREEN, PURPLE = "#0072B2", "#D55E00", "#009E73", "#9A5B8F"
-_COLOURS = (BLUE, ORANGE, GREEN, PURPLE)
-_WIDTH = 8.8
-"""Inches across: at 96 pixels an inch, the text column of the page."""
-_STYLE: Any = {
-    "font.family": "sans-serif",
-    "font.size": 9.5,
-    "axes.titlesize": 10,
-    "axes.titleweight": "bold",
-    "axes.titlelocation": "left",
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.edgecolor": "#8a8f98",
-    "axes.labelcolor": "#4a4f57",
-    "axes.grid": True,
-    "axes.axisbelow": True,
-    "grid.color": "#e6e8eb",
-    "xtick.color": "#4a4f57",
-    "ytick.color": "#4a4f57",
-    "legend.frameon": False,
-    "legend.borderpad": 0,
-    "legend.columnspacing": 1.2,
-    "legend.handlelength": 1.7,
-    "legend.fontsize": 8.5,
-    "svg.hashsalt": "flowcredit",
-}
+from flowcredit.report.style import BLUE, COLOURS, ORANGE, STYLE, WIDTH, short, to_svg
 
 
 @dataclass(frozen=True)
@@ -63,8 +36,8 @@ def learning_curves(data: RunData) -> str | None:
     names = list(evaluations[0].scores)
     iterations = [float(evaluation.iteration) for evaluation in evaluations]
     spent = [data.evaluations_until(evaluation.iteration) for evaluation in evaluations]
-    with matplotlib.rc_context(_STYLE):
-        figure = Figure(figsize=(_WIDTH, 0.5 + 1.85 * len(names)), layout="constrained")
+    with matplotlib.rc_context(STYLE):
+        figure = Figure(figsize=(WIDTH, 0.5 + 1.85 * len(names)), layout="constrained")
         axes = figure.subplots(len(names), 2, sharex="col", sharey="row", squeeze=False)
         for row, name in enumerate(names):
             summaries = [summarise(e.scores.get(name, ())) for e in evaluations]
@@ -76,12 +49,12 @@ def learning_curves(data: RunData) -> str | None:
                 axis.fill_between(x, mean - error, mean + error, color=colour, alpha=0.18, linewidth=0)
                 axis.plot(x, mean, color=colour, marker="o", markersize=4, linewidth=1.8)
                 axis.yaxis.set_major_locator(MaxNLocator(5))
-            axes[row, 0].set_title(f"{_short(name)} ({role})")
+            axes[row, 0].set_title(f"{short(name)} ({role})")
         axes[-1, 0].set_xlabel("iteration")
         axes[-1, 0].xaxis.set_major_locator(MaxNLocator(integer=True))
         axes[-1, 1].set_xlabel("velocity evaluations spent on rollouts")
         axes[-1, 1].xaxis.set_major_formatter(EngFormatter(sep=""))
-        return _svg(figure)
+        return to_svg(figure)
 
 
 def training_curves(data: RunData) -> str | None:
@@ -92,8 +65,8 @@ def training_curves(data: RunData) -> str | None:
     if not panels:
         return None
     rows = math.ceil(len(panels) / 2)
-    with matplotlib.rc_context(_STYLE):
-        figure = Figure(figsize=(_WIDTH, 0.4 + 1.75 * rows), layout="constrained")
+    with matplotlib.rc_context(STYLE):
+        figure = Figure(figsize=(WIDTH, 0.4 + 1.75 * rows), layout="constrained")
         axes = figure.subplots(rows, 2, sharex=True, squeeze=False)
         for axis, panel in zip(axes.flat, panels, strict=False):
             panel.draw(axis)
@@ -109,7 +82,7 @@ def training_curves(data: RunData) -> str | None:
         if len(panels) % 2:
             axes[-2, 1].xaxis.set_tick_params(labelbottom=True)
             axes[-2, 1].set_xlabel("iteration")
-        return _svg(figure)
+        return to_svg(figure)
 
 
 def _panels(data: RunData) -> list[_Panel]:
@@ -117,7 +90,7 @@ def _panels(data: RunData) -> list[_Panel]:
     log_scale = {"log": True, "bottom": 0}
     settings = data.recipe["train"]
     lines: list[tuple[str, dict[str, str], dict[str, Any]]] = [
-        (f"Rollout reward: {_short(name)}", {f"reward/{name}": ""}, {"smooth": True}) for name in data.trained
+        (f"Rollout reward: {short(name)}", {f"reward/{name}": ""}, {"smooth": True}) for name in data.trained
     ]
     lines += [
         (
@@ -136,6 +109,7 @@ def _panels(data: RunData) -> list[_Panel]:
             {"bottom": 0, "limit": settings.get("max_grad_norm")},
         ),
         ("Share of groups without a signal", {"dead_groups": ""}, {"bottom": 0}),
+        ("KL from the model before training", {"kl_reference": ""}, {"bottom": 0}),
         ("Learning rate", {"learning_rate": ""}, {"bottom": 0}),
     ]
     panels = []
@@ -157,7 +131,7 @@ def _drawing(
     limit: float | None = None,
 ) -> Callable[[Axes], None]:
     def draw(axis: Axes) -> None:
-        for (label, y), colour, dashes in zip(columns, _COLOURS, ("-", "--", ":", "-."), strict=False):
+        for (label, y), colour, dashes in zip(columns, COLOURS, ("-", "--", ":", "-."), strict=False):
             values = np.array(y)
             mean = _moving_average(values) if smooth else values
             if smooth:
@@ -185,15 +159,3 @@ def _moving_average(values: np.ndarray, share: int = 12) -> np.ndarray:
     reach = max(1, len(values) // share // 2)
     windows = [values[max(0, i - reach) : i + reach + 1] for i in range(len(values))]
     return np.array([np.nanmean(w) if np.isfinite(w).any() else np.nan for w in windows])
-
-
-def _short(name: str) -> str:
-    """A reward of one's own by its attribute: the module's name is in the recipe."""
-    return name.rpartition(":")[2]
-
-
-def _svg(figure: Figure) -> str:
-    out = io.StringIO()
-    # Without a date the same run gives the same page.
-    figure.savefig(out, format="svg", metadata={"Date": None})
-    return out.getvalue()

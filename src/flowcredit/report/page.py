@@ -1,6 +1,5 @@
 """The report: what a run's folder holds, put into words, tables, pictures and curves."""
 
-import base64
 import io
 import math
 import statistics
@@ -14,8 +13,9 @@ from PIL import Image
 
 from flowcredit.comparison import ComparisonRow, Summary, compare, format_summary, moment
 from flowcredit.console import duration
-from flowcredit.errors import InputError
 from flowcredit.image_grid import Layout, tile_box
+from flowcredit.report.diagnosis_files import described, diagnosis_of_run, pictures
+from flowcredit.report.parts import data_uri, extras, inline_svg
 from flowcredit.report.run_data import RunData, Snapshot, comparable, read_run
 from flowcredit.run_folder import write_text
 
@@ -33,7 +33,10 @@ def build_report(run_dir: Path) -> Path:
         InputError: the folder is no run, or matplotlib or jinja2 is not installed.
     """
     data = read_run(run_dir)
-    figures, environment = _extras()
+    environment = extras()
+    from flowcredit.report import figures
+
+    diagnosis = diagnosis_of_run(run_dir)
     before, after = comparable(data.snapshots)
     page = environment.get_template("page.html.j2").render(
         name=data.name,
@@ -44,32 +47,16 @@ def build_report(run_dir: Path) -> Path:
         pairs=_pairs(data, before, after),
         before_name="" if before is None else moment(before.evaluation),
         after_name="" if after is None else moment(after.evaluation),
-        learning=_inline_svg(figures.learning_curves(data)),
-        training=_inline_svg(figures.training_curves(data)),
+        learning=inline_svg(figures.learning_curves(data)),
+        training=inline_svg(figures.training_curves(data)),
+        diagnosis=[] if diagnosis is None else pictures(diagnosis),
+        diagnosis_of="" if diagnosis is None else described(diagnosis),
         timings=_timings(data),
         recipe_text=data.recipe_text,
     )
     path = run_dir / "report.html"
     write_text(path, page)
     return path
-
-
-def _extras() -> tuple[Any, Any]:
-    """The figures and the templates, which need packages that training does not."""
-    try:
-        import jinja2
-
-        from flowcredit.report import figures
-    except ImportError as error:
-        raise InputError(
-            f"the report needs {error.name}, which is not installed; install it with: "
-            "pip install 'flowcredit[report]'"
-        ) from error
-    loader = jinja2.FileSystemLoader(Path(__file__).parent)
-    environment = jinja2.Environment(
-        loader=loader, autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined
-    )
-    return figures, environment
 
 
 def _status(data: RunData) -> str:
@@ -261,7 +248,7 @@ def _tile_uri(tile: Image.Image, layout: Layout) -> str:
     out = io.BytesIO()
     kind = "png" if layout.enlarged > 1 else "jpeg"
     tile.save(out, kind, quality=90)
-    return _data_uri(f"image/{kind}", out.getvalue())
+    return data_uri(f"image/{kind}", out.getvalue())
 
 
 def _timings(data: RunData) -> list[tuple[str, str]]:
@@ -286,12 +273,3 @@ def _timings(data: RunData) -> list[tuple[str, str]]:
 
 def _count(value: float) -> str:
     return f"{value:,.0f}" if math.isfinite(value) else ""
-
-
-def _inline_svg(svg: str | None) -> str | None:
-    """As an image of its own: the identifiers inside two drawings must not meet in one document."""
-    return None if svg is None else _data_uri("image/svg+xml", svg.encode())
-
-
-def _data_uri(kind: str, content: bytes) -> str:
-    return f"data:{kind};base64,{base64.b64encode(content).decode()}"
