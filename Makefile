@@ -26,6 +26,7 @@ test: $(VENV)/.installed-dev
 
 bench: $(VENV)/.installed-report
 	$(BIN)/python benchmarks/rollout.py
+	$(BIN)/python benchmarks/rollout.py --method dense_grpo
 
 $(VENV)/.installed-report: pyproject.toml constraints.txt | $(BIN)/python
 	@echo "Installing flowcredit and its dependencies into $(VENV) (about 1.5 GB with a CPU torch; a minute or two) ..."

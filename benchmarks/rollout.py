@@ -1,8 +1,8 @@
 """How fast the rollout is: against the naive schedule of public code, and against the limit.
 
-    python benchmarks/rollout.py [--model FOLDER] [--prompts 4] [--batch-size 96]
+    python benchmarks/rollout.py [--method dense_grpo] [--model FOLDER] [--prompts 4] [--batch-size 96]
 
-The naive schedule runs every branch and every stride for itself, one sample at a time, as released G2RPO
+The naive schedule runs every branch, stride and probe for itself, one sample at a time, as released G2RPO
 code does; it draws the same noises, so its images must be the same. The limit is the same number of velocity
 evaluations, decodes and scores at the same batch size in a bare loop. Prints one ratio a line, measured in
 one run on one machine, and the peak memory of each schedule, measured in a process of its own (off a GPU,
@@ -22,19 +22,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flowcredit.algorithms import g2rpo
-from flowcredit.methods import G2RPOSettings
+from flowcredit.algorithms import build
+from flowcredit.methods import AlgorithmSettings, DenseGRPOSettings, G2RPOSettings
 from flowcredit.models.loading import PipelineFlow, load_model
+from flowcredit.plan import Plan
 from flowcredit.prompts import PromptSet, load_prompts
 from flowcredit.rewards.loading import load_reward
 from flowcredit.rollout import KeyedNoise, rollout, rows_of
 from flowcredit.scoring import score_images, score_leaves
 from flowcredit.shapes import bundled_path
 from flowcredit.time_grid import shifted_linear
-from flowcredit.transition import euler, make_kernel
+from flowcredit.transition import Kernel, euler, make_kernel
 
-SETTINGS = G2RPOSettings()
-"""G2RPO's published setting: T = 16, M = 0..7, G = 12, strides 1, 2, 3."""
+METHODS: dict[str, AlgorithmSettings] = {"g2rpo": G2RPOSettings(), "dense_grpo": DenseGRPOSettings()}
+"""Published settings: T = 16, M = 0..7, G = 12, strides 1, 2, 3; and T = 10, G = 24, every step probed."""
 ETA = 0.7
 
 
@@ -46,13 +47,16 @@ class Bench:
     prompts: PromptSet
     batch_size: int
     rewards: dict[str, Any]
+    plan: Plan
+    grid: Tensor
+    kernel: Kernel
 
     def score(self, images: Tensor, rows: Sequence[int]) -> Tensor:
         chosen = self.prompts.take(rows)
         return score_images(self.rewards, images, chosen.prompts, chosen.columns, batch_size=self.batch_size)
 
 
-def load(model: str, prompts: int, batch_size: int, precision: str) -> Bench:
+def load(model: str, method: str, prompts: int, batch_size: int, precision: str) -> Bench:
     flow = load_model(
         bundled_path(model),
         height=32,
@@ -65,16 +69,18 @@ def load(model: str, prompts: int, batch_size: int, precision: str) -> Bench:
         autocast=torch.bfloat16 if precision == "bf16" else None,
     )
     rewards = {"shapes": load_reward("shapes", {}, flow.device)}
-    return Bench(flow, load_prompts("bundled:shapes/heldout").take(range(prompts)), batch_size, rewards)
+    plan = build(METHODS[method]).plan
+    grid = shifted_linear(plan.num_steps, 3.0)
+    kernel = make_kernel("flow_sde", grid, ETA)
+    chosen = load_prompts("bundled:shapes/heldout").take(range(prompts))
+    return Bench(flow, chosen, batch_size, rewards, plan, grid, kernel)
 
 
-def wavefront(bench: Bench) -> dict[tuple[int, int], Tensor]:
-    """This package's schedule; latents by (trained step, stride), [P, G, *D]."""
-    plan, grid = g2rpo(SETTINGS).plan, shifted_linear(SETTINGS.num_steps, 3.0)
+def wavefront(bench: Bench) -> dict[int, Tensor]:
+    """This package's schedule; latents by scored segment, [P, W, *D]."""
     cond = bench.model.encode(bench.prompts.prompts)
     noise = KeyedNoise(bench.model, 0, 0, range(len(bench.prompts)))
-    kernel = make_kernel("flow_sde", grid, ETA)
-    done = rollout(bench.model, plan, cond, grid, kernel, noise, bench.batch_size)
+    done = rollout(bench.model, bench.plan, cond, bench.grid, bench.kernel, noise, bench.batch_size)
     score_leaves(
         bench.model,
         done.leaves,
@@ -83,47 +89,53 @@ def wavefront(bench: Bench) -> dict[tuple[int, int], Tensor]:
         bench.rewards,
         batch_size=bench.batch_size,
     )
-    return {
-        (plan.segments[segment].path[0], stride): done.leaves[leaf]
-        for segment in plan.transitions
-        for stride, leaf in zip(SETTINGS.strides, plan.leaves_under(segment), strict=True)
-    }
+    return done.leaves
 
 
 @torch.no_grad()
-def naive(bench: Bench) -> dict[tuple[int, int], Tensor]:
-    """Public code's schedule: batch 1, nothing shared, the trunk's own image included."""
-    model, plan, grid = bench.model, g2rpo(SETTINGS).plan, shifted_linear(SETTINGS.num_steps, 3.0)
-    kernel, sigmas = make_kernel("flow_sde", grid, ETA), grid.tolist()
-    found: dict[tuple[int, int], list[Tensor]] = {}
-    cond = model.encode(bench.prompts.prompts)
-    for row in range(len(bench.prompts)):
-        own = rows_of(cond, torch.tensor([row]))
-        noise = KeyedNoise(model, 0, 0, [row])
+def naive(bench: Bench) -> dict[int, Tensor]:
+    """Public code's schedule: every segment for itself, batch 1, nothing shared."""
+    cond = bench.model.encode(bench.prompts.prompts)
+    rows = [naive_prompt(bench, cond, row) for row in range(len(bench.prompts))]
+    return {leaf: torch.stack([ends[leaf] for ends in rows]) for leaf in bench.plan.scored}
 
-        def velocity(x: Tensor, k: int, own: Any = own) -> Tensor:
-            return model.velocity(x, x.new_full((1,), sigmas[k]), own)
 
-        def finish(x: Tensor, path: Sequence[int], row: int = row, velocity: Any = velocity) -> Tensor:
-            for a, b in pairwise(path):
-                x = euler(x, velocity(x, a), sigmas[a], sigmas[b])
-            bench.score(model.decode(x), [row])
-            return x
+def naive_prompt(bench: Bench, cond: Any, row: int) -> dict[int | None, Tensor]:
+    """The ends of all segments for one prompt; a trunk that only serves branches is finished for an image."""
+    model, plan, sigmas = bench.model, bench.plan, bench.grid.tolist()
+    own = rows_of(cond, torch.tensor([row]))
+    noise = KeyedNoise(model, 0, 0, [row])
+    ends: dict[int | None, Tensor] = {None: noise.initial(plan.root_width)[0].to(model.device)}
+    evaluated = 0
 
-        trunk = [noise.initial(1)[0].to(model.device)]
-        for k in range(max(SETTINGS.train_indices)):
-            trunk.append(euler(trunk[k], velocity(trunk[k], k), sigmas[k], sigmas[k + 1]))
-        finish(trunk[-1], range(len(trunk) - 1, SETTINGS.num_steps + 1))
-        for segment in plan.transitions:
-            k = plan.segments[segment].path[0]
-            drawn = noise.step(segment, SETTINGS.group_size)[0].to(model.device)
-            for branch in range(SETTINGS.group_size):
-                start = kernel(trunk[k], velocity(trunk[k], k), k, k + 1).draw(drawn[branch : branch + 1])
-                for stride, leaf in zip(SETTINGS.strides, plan.leaves_under(segment), strict=True):
-                    end = finish(start, plan.segments[leaf].path)
-                    found.setdefault((k, stride), []).append(end)
-    group = SETTINGS.group_size
-    return {key: torch.cat(rows).unflatten(0, (-1, group)) for key, rows in found.items()}
+    def velocity(x: Tensor, k: int) -> Tensor:
+        nonlocal evaluated
+        evaluated += 1
+        return model.velocity(x, x.new_full((1,), sigmas[k]), own)
+
+    for i, segment in enumerate(plan.segments):
+        drawn = noise.step(i, plan.width(i))[0].to(model.device) if segment.stochastic else None
+        found = []
+        for sample in range(plan.width(i)):
+            x = ends[segment.parent][sample // segment.fan_out][None]
+            for a, b in pairwise(segment.path):
+                v = velocity(x, a)
+                if drawn is None:
+                    x = euler(x, v, sigmas[a], sigmas[b])
+                else:
+                    x = bench.kernel(x, v, a, b).draw(drawn[sample : sample + 1])
+            if segment.scored:
+                bench.score(model.decode(x), [row])
+            found.append(x)
+        ends[i] = torch.cat(found)
+    left = plan.naive_velocity_evaluations - evaluated
+    if left:
+        trunks = [i for i, each in enumerate(plan.segments) if not (each.stochastic or each.scored)]
+        x = ends[trunks[-1] if trunks else None]
+        for k in range(plan.num_steps - left, plan.num_steps):
+            x = euler(x, velocity(x, k), sigmas[k], sigmas[k + 1])
+        bench.score(model.decode(x), [row])
+    return ends
 
 
 @torch.no_grad()
@@ -132,7 +144,7 @@ def limit(bench: Bench, latents: Tensor) -> None:
 
     ``latents`` [N, *D] are the wavefront's: what a checker costs depends on what it sees.
     """
-    plan, model, count = g2rpo(SETTINGS).plan, bench.model, len(bench.prompts)
+    plan, model, count = bench.plan, bench.model, len(bench.prompts)
     x = model.initial_noise(bench.batch_size, torch.Generator().manual_seed(0))
     rows = [i % count for i in range(bench.batch_size)]
     cond = rows_of(model.encode(bench.prompts.prompts), torch.tensor(rows))
@@ -181,7 +193,7 @@ def measure(arguments: tuple[Any, ...], precision: str, rounds: int) -> None:
     bench = load(*arguments)
     shared = wavefront(bench)
     latents = torch.cat([each.flatten(0, 1) for each in shared.values()])
-    alone: dict[tuple[int, int], Tensor] = {}
+    alone: dict[int, Tensor] = {}
     slow = seconds(lambda: alone.update(naive(bench)))
     difference = max(float((shared[key] - alone[key]).abs().max()) for key in shared)
     fast, bare = [], []
@@ -200,13 +212,14 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--model", default="bundled:shapes", help="a FluxPipeline folder")
+    parser.add_argument("--method", choices=METHODS, default="g2rpo")
     parser.add_argument("--prompts", type=int, default=4)
     parser.add_argument("--batch-size", type=int, default=96)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--precision", choices=("bf16", "fp32", "both"), default="both")
     args = parser.parse_args()
     for precision in ("bf16", "fp32") if args.precision == "both" else (args.precision,):
-        arguments = (args.model, args.prompts, args.batch_size, precision)
+        arguments = (args.model, args.method, args.prompts, args.batch_size, precision)
         measure(arguments, precision, args.rounds)
         for schedule in ("wavefront", "naive"):
             if not torch.cuda.is_available() and not Path("/proc/self/clear_refs").exists():
