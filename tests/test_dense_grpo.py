@@ -5,9 +5,9 @@ import torch
 from torch import Tensor
 
 from flowcredit.advantages import credit_steps, normalise, step_rewards
-from flowcredit.algorithms import dense_grpo, flow_grpo
+from flowcredit.algorithms import dense_grpo, flow_grpo, g2rpo
 from flowcredit.config import TrainSettings
-from flowcredit.methods import DenseGRPOSettings, FlowGRPOSettings
+from flowcredit.methods import DenseGRPOSettings, FlowGRPOSettings, G2RPOSettings
 from flowcredit.models.gaussian import GaussianMixtureFlow
 from flowcredit.plan import spread_path
 from flowcredit.rollout import KeyedNoise, Rollout, rollout
@@ -46,6 +46,7 @@ def test_a_trajectory_costs_what_the_issue_of_nothing_paid_twice_says(T: int) ->
     group = 5
     alone = DenseGRPOSettings(num_steps=T, group_size=group, initial_noise="separate", step_reward="state")
     assert dense_grpo(alone).plan.velocity_evaluations == group * trajectory
+    assert dense_grpo(alone).plan.trajectory_evaluations == trajectory
     # A shared start is evaluated once for the whole group, and its reward is not asked for.
     shared = dense_grpo(DenseGRPOSettings(num_steps=T, group_size=group)).plan
     assert shared.velocity_evaluations == group * trajectory - (group - 1)
@@ -60,6 +61,8 @@ def test_a_trajectory_costs_what_the_issue_of_nothing_paid_twice_says(T: int) ->
 def test_flow_grpo_costs_its_trajectories() -> None:
     plan = flow_grpo(FlowGRPOSettings()).plan
     assert (plan.velocity_evaluations, plan.decodes, len(plan.transitions)) == (240, 24, 9)
+    assert plan.trajectory_evaluations == 10
+    assert g2rpo(G2RPOSettings()).plan.trajectory_evaluations is None
 
 
 @pytest.mark.parametrize("batch_size", [1, 64])

@@ -207,6 +207,8 @@ def plan(source: RecipeOrRun, overrides: Overrides = None) -> None:
         f"scores ({len(settings.rewards)} x {tree.scores})": len(settings.rewards) * tree.scores,
         "states trained on": sum(tree.nodes[node].width for node in trained if node is not None),
     }
+    if tree.trajectory_evaluations is not None:
+        typer.echo(f"velocity evaluations for one trajectory: {tree.trajectory_evaluations}")
     typer.echo(f"\n{'cost':<24} {'a prompt':>12} {'an iteration':>14}   ({prompts} prompts an iteration)")
     for name, cost in costs.items():
         typer.echo(f"{name:<24} {cost:>12,} {cost * prompts:>14,}")

@@ -236,6 +236,14 @@ class Plan:
         )
 
     @property
+    def trajectory_evaluations(self) -> int | None:
+        """NFE of one stochastic trajectory with its probes, from a start of its own; None for other trees."""
+        parents = [self.segments[i].parent for i in self.transitions]
+        if not parents or parents != [None, *self.transitions[:-1]]:
+            return None
+        return sum(len(below) > 0 for below in self.children)
+
+    @property
     def decodes(self) -> int:
         """Distinct images for one prompt."""
         return sum(self.nodes[node].width for node in {self.segment_end[i] for i in self.scored})
