@@ -21,7 +21,7 @@ RECIPE = "recipes/shapes_g2rpo.yaml"
 
 @pytest.fixture(scope="module")
 def model() -> PipelineFlow:
-    return build_model(load_recipe(RECIPE, ["train.mixed_precision=no"]))
+    return build_model(load_recipe(RECIPE, ["train.mixed_precision=no", "model.dtype=float32"]))
 
 
 @pytest.fixture(scope="module")
