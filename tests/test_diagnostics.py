@@ -74,7 +74,8 @@ def test_the_command_writes_numbers_figures_and_a_page(tmp_path: Path) -> None:
     assert torch.tensor(found.states[0]).std(-1).max() == 0
     assert torch.tensor(found.states[-1]).std(-1).max() > 0
     for name in ("gains", "states", "variance", "strides"):
-        assert Image.open(out / f"{name}.png").width >= 900
+        with Image.open(out / f"{name}.png") as picture:
+            assert picture.width >= 900
     page = (out / "diagnosis.html").read_text(encoding="utf-8")
     assert page.count("data:image/svg+xml;base64,") == 4
     assert "http" not in page.replace("http-equiv", "")
