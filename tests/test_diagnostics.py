@@ -61,7 +61,7 @@ def test_spread_over_strides_and_between_directions() -> None:
 
 def test_the_command_writes_numbers_figures_and_a_page(tmp_path: Path) -> None:
     out = tmp_path / "run" / "diagnosis"
-    changes = ["algorithm.num_steps=4", "algorithm.group_size=3", "train.prompts_per_iteration=2"]
+    changes = ["algorithm={num_steps: 4, group_size: 3}", "train.prompts_per_iteration=2"]
     result = CliRunner().invoke(
         app, ["diagnose", str(SHAPES), *changes, "--out", str(out), "--prompts", "3"], catch_exceptions=False
     )
