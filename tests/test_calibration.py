@@ -1,7 +1,8 @@
 """DenseGRPO's calibration: the rule, a world with a known answer, the command and its table."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, cast
 
@@ -211,6 +212,31 @@ def test_the_table_serves_the_grid_that_it_was_made_for(tmp_path: Path) -> None:
         build_kernel(recipe, shifted_linear(4, 3.0))
     with pytest.raises(InputError, match="was calibrated for 3 steps"):
         build_kernel(recipe, shifted_linear(3, 2.0))
+
+
+def test_a_step_that_draws_noise_needs_a_level_above_0(tmp_path: Path) -> None:
+    table = tmp_path / "levels.yaml"
+    table.write_text("[0.5, 0.0, 0.5]", encoding="utf-8")
+    recipe = small_recipe(f"noise={{table: {table}}}")
+    with pytest.raises(InputError, match=r"levels\.yaml: the level of step 1 is 0, but dense_grpo draws"):
+        build_kernel(recipe, shifted_linear(3, 3.0))
+    table.write_text("[0.5, 0.5, 0.0]", encoding="utf-8")
+    build_kernel(recipe, shifted_linear(3, 3.0))  # the last step is the ODE's
+
+
+def test_a_runs_noise_is_calibrated_for_its_own_weights(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen = []
+
+    @contextmanager
+    def watched(model: Any, run_dir: Path | None) -> Iterator[int]:
+        seen.append(run_dir)
+        yield 0
+
+    monkeypatch.setattr(calibrate, "weights_of", watched)
+    calibrate_command(small_recipe("calibration.rounds=1"), tmp_path / "psi.json", tmp_path / "run")
+    assert seen == [tmp_path / "run"]
 
 
 def test_only_gains_can_be_calibrated(tmp_path: Path) -> None:

@@ -41,7 +41,7 @@ def quadratic(done: Rollout) -> dict[int, Tensor]:
 
 
 @pytest.mark.parametrize("T", [2, 3, 6, 10])
-def test_a_trajectory_costs_what_the_issue_of_nothing_paid_twice_says(T: int) -> None:
+def test_a_trajectory_pays_for_no_state_twice(T: int) -> None:
     trajectory = T + (T - 1) * (T - 2) // 2
     group = 5
     alone = DenseGRPOSettings(num_steps=T, group_size=group, initial_noise="separate", step_reward="state")
@@ -97,17 +97,22 @@ def test_credit_by_hand() -> None:
     settings = DenseGRPOSettings(num_steps=3, group_size=2)
     method = dense_grpo(settings)
     first, last = method.plan.scored
-    rewards = {first: torch.tensor([[[1.0, 3.0]]]), last: torch.tensor([[[4.0, 3.5]]])}
+    rewards = {first: torch.tensor([[[1.0, 3.0]]]), last: torch.tensor([[[4.0, 5.0]]])}
     half = 0.5**0.5
     gains = credit_steps(method.plan, rewards, ONE, "gain")
-    # Step 0 starts at one shared state: 1 and 3 are its gains but for a constant. Step 1 gains 3 and 0.5.
+    # Step 0 starts at one shared state: 1 and 3 are its gains but for a constant. Step 1 gains 3 and 2.
     torch.testing.assert_close(gains[0], torch.tensor([[-half, half]]))
     torch.testing.assert_close(gains[1], torch.tensor([[half, -half]]))
     states = credit_steps(method.plan, rewards, ONE, "state")
     torch.testing.assert_close(states[0], torch.tensor([[-half, half]]))
-    torch.testing.assert_close(states[1], torch.tensor([[half, -half]]))
-    twice = credit_steps(method.plan, {k: v.repeat(2, 1, 1) for k, v in rewards.items()}, 3 * torch.ones(2))
-    assert float(twice[0].abs().max()) <= 5.0
+    torch.testing.assert_close(states[1], torch.tensor([[-half, half]]))
+    both = {leaf: values.repeat(2, 1, 1) for leaf, values in rewards.items()}
+    added = credit_steps(method.plan, both, torch.tensor([2.0, 1.0]), "gain")
+    torch.testing.assert_close(added[1], torch.tensor([[3 * half, -3 * half]]))
+    torch.testing.assert_close(
+        credit_steps(method.plan, both, torch.tensor([9.0, 1.0]), "gain", clamp=5.0)[1],
+        torch.tensor([[5.0, -5.0]]),
+    )
 
 
 def test_a_missing_score_leaves_both_steps_beside_it_without_credit() -> None:

@@ -27,6 +27,7 @@ FLOORS = (
     ("models", "rewards"),
     ("weights", "checkpoint", "distributed", "update", "run_folder", "export", "comparison"),
     ("assembly", "training_log"),
+    ("measurement",),
     ("evaluation_files",),
     ("evaluate", "calibration", "diagnostics"),
     ("report", "calibrate"),

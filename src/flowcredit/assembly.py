@@ -155,9 +155,17 @@ def build_kernel(recipe: Recipe, grid: Tensor) -> Kernel:
             f" {_grid_words(grid.tolist())}; calibrate again, or sample as it was calibrated"
         )
     try:
-        return make_kernel("table", grid, table.levels)
+        kernel = make_kernel("table", grid, table.levels)
     except ValueError as error:
         raise InputError(f"{table.source}: {error}") from None
+    plan = algorithms.build(recipe.algorithm).plan
+    for step in sorted({plan.segments[i].path[0] for i in plan.transitions}):
+        if table.levels[step] == 0:
+            raise InputError(
+                f"{table.source}: the level of step {step} is 0, but {recipe.algorithm.name} draws noise"
+                " there; expected more than 0"
+            )
+    return kernel
 
 
 def _same_grid(one: Sequence[float], other: Tensor) -> bool:

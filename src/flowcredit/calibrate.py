@@ -11,7 +11,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from flowcredit.assembly import Setup, assemble, build_kernel
+from flowcredit.assembly import Setup, assemble
 from flowcredit.calibration import (
     Balance,
     Round,
@@ -19,82 +19,87 @@ from flowcredit.calibration import (
     balances,
     begin,
     finished,
+    gain_settings,
     judge,
     measure_gains,
+    round_size,
     settled_levels,
 )
 from flowcredit.config import Recipe
 from flowcredit.console import Monitor
 from flowcredit.errors import InputError
-from flowcredit.methods import DenseGRPOSettings
+from flowcredit.evaluate import weights_of
 from flowcredit.run_folder import write_text
 
 WITHIN = 0.1
 """A calibrated step's share of gains lies this close to a half, or the file says why not."""
 
 
-def calibrate_command(recipe: Recipe, out: Path, console: Console | None = None) -> None:
+def calibrate_command(
+    recipe: Recipe, out: Path, run_dir: Path | None = None, console: Console | None = None
+) -> None:
     """Calibrate the noise of a recipe's method and write the levels to ``out`` as JSON.
 
-    The rounds so far lie in ``OUT.rounds``: given again after a stop, the command goes on from there.
-    Raises InputError for a method without gains, a reward without signal, an ``out`` that exists, or rounds
-    left behind by other settings.
+    With ``run_dir`` it is for the weights that this run has come to. The rounds so far lie in ``OUT.rounds``:
+    given again after a stop, the command goes on from there. Raises InputError for a method without gains, a
+    reward without signal, an ``out`` that exists, or rounds left behind by other settings.
     """
-    if not isinstance(recipe.algorithm, DenseGRPOSettings):
-        raise InputError(
-            f"algorithm.name is {recipe.algorithm.name!r}; expected dense_grpo: noise is calibrated on gains"
-        )
+    gain_settings(recipe)
     if out.exists():
         raise InputError(f"{out} exists already; a noise table is not written over")
     console = console or Console()
-    partial = out.with_name(out.name + ".rounds")
     setup = assemble(recipe)
-    trace = trace_of(setup)
-    settings = recipe.calibration
-    state = read_state(partial, trace) if partial.exists() else begin(start_levels(setup), settings)
+    with weights_of(setup.model, run_dir):
+        content = _calibrate(setup, out.with_name(out.name + ".rounds"), console)
+    write_text(out, json.dumps(content, indent=1) + "\n")
+    out.with_name(out.name + ".rounds").unlink()
+    console.print(_table(content["steps"]))
+    console.print(f"noise table: {out}", highlight=False, soft_wrap=True)
+
+
+def _calibrate(setup: Setup, rounds: Path, console: Console) -> dict[str, Any]:
+    """All rounds, those in the file ``rounds`` included, and the check; what the table's file holds."""
+    settings, trace = setup.recipe.calibration, trace_of(setup)
+    state = read_state(rounds, trace) if rounds.exists() else begin(start_levels(setup), settings)
     if state.rounds:
-        console.print(f"going on after {len(state.rounds)} rounds: {partial}", highlight=False)
-    per_round = _evaluations(recipe)
+        console.print(f"going on after {len(state.rounds)} rounds: {rounds}", highlight=False)
+    _, evaluations = round_size(setup.recipe)
     with Monitor(console, settings.rounds, len(state.rounds), 1) as monitor:
         while not finished(state, settings):
-            monitor.stage("finding gains", per_round)
+            monitor.stage("finding gains", evaluations)
             gains = measure_gains(setup, state.levels, len(state.rounds), monitor.advance)
             state = judge(state, balances(gains), settings)
-            write_text(partial, json.dumps({"trace": trace, "state": asdict(state)}))
+            write_text(rounds, json.dumps({"trace": trace, "state": asdict(state)}))
             monitor.finish_iteration(_shares(state.rounds[-1].balances))
         levels = settled_levels(state)
-        monitor.stage("checking the result", per_round)
+        monitor.stage("checking the result", evaluations)
         after = balances(measure_gains(setup, levels, settings.rounds, monitor.advance))
-    content = result(setup, trace, state, levels, after)
-    write_text(out, json.dumps(content, indent=1) + "\n")
-    partial.unlink()
-    console.print(_table(content["steps"]))
-    console.print(
-        f"noise table: {out}   (in a recipe: noise: {{table: {out}}})", highlight=False, soft_wrap=True
-    )
+    return result(setup, trace, state, levels, after)
 
 
 def start_levels(setup: Setup) -> list[float]:
     """The recipe's own noise as a level for each stochastic step: the deviation of a step, per root of dt."""
-    kernel = build_kernel(setup.recipe, setup.grid)
     x = torch.zeros(1, 1)
     levels = []
     for k in range(len(setup.grid) - 2):
-        std = float(kernel(x, x, k, k + 1).std)
+        std = float(setup.kernel(x, x, k, k + 1).std)
         levels.append(std / float(setup.grid[k] - setup.grid[k + 1]) ** 0.5)
     return levels
 
 
 def trace_of(setup: Setup) -> dict[str, Any]:
-    """Everything on which the levels depend: settings, prompts and weights by their hashes, the grid."""
+    """Everything on which the levels depend: settings, the grid, hashes of the prompts and the weights.
+
+    The weights' hash is of names, shapes and sums, so that it costs one pass even for a large model.
+    """
     recipe = setup.recipe
     prompts = json.dumps([setup.train_prompts.prompts, dict(setup.train_prompts.columns)], default=str)
     digest = hashlib.sha256()
     for name, value in setup.model.network.named_parameters():
         digest.update(f"{name} {tuple(value.shape)} {float(value.detach().double().sum()):.9g}\n".encode())
-    chosen = recipe.model_dump(
-        mode="json", include={"seed", "model", "algorithm", "grid", "noise", "rewards", "calibration"}
-    )
+    whole = {"seed", "model", "algorithm", "grid", "noise", "rewards", "calibration", "weights"}
+    chosen = recipe.model_dump(mode="json", include=whole)
+    chosen["train"] = {"mixed_precision": recipe.train.mixed_precision}
     return {
         "settings": chosen,
         "prompts": {"file": recipe.prompts.train, "sha256": hashlib.sha256(prompts.encode()).hexdigest()},
@@ -177,14 +182,6 @@ def _note(setup: Setup, state: State, k: int, level: float, after: Balance) -> s
     if not any(each.balanced[k] for each in state.rounds):
         return f"not balanced within {len(state.rounds)} rounds"
     return "not settled: more trajectories or rounds would tell"
-
-
-def _evaluations(recipe: Recipe) -> int:
-    from flowcredit.algorithms import dense_grpo
-
-    assert isinstance(recipe.algorithm, DenseGRPOSettings)
-    prompts = -(-recipe.calibration.trajectories // recipe.algorithm.group_size)
-    return prompts * dense_grpo(recipe.algorithm, score_start=True).plan.velocity_evaluations
 
 
 def _shares(found: Sequence[Balance]) -> str:

@@ -17,12 +17,10 @@ from torch import Tensor
 from flowcredit.advantages import step_rewards
 from flowcredit.algorithms import dense_grpo
 from flowcredit.assembly import Setup
-from flowcredit.config import CalibrationSettings
+from flowcredit.config import CalibrationSettings, Recipe
 from flowcredit.errors import InputError
+from flowcredit.measurement import scored_rollouts
 from flowcredit.methods import DenseGRPOSettings
-from flowcredit.prompts import iteration_prompts
-from flowcredit.rollout import KeyedNoise, rollout
-from flowcredit.scoring import score_leaves
 from flowcredit.transition import make_kernel
 
 _FIRST = -1_000_000
@@ -122,6 +120,22 @@ def settled_levels(state: State) -> tuple[float, ...]:
     return tuple(result)
 
 
+def gain_settings(recipe: Recipe) -> DenseGRPOSettings:
+    """The settings of a method that has gains. Raises InputError where the recipe's has none."""
+    if not isinstance(recipe.algorithm, DenseGRPOSettings):
+        raise InputError(
+            f"algorithm.name is {recipe.algorithm.name!r}; expected dense_grpo: noise is calibrated on gains"
+        )
+    return recipe.algorithm
+
+
+def round_size(recipe: Recipe) -> tuple[int, int]:
+    """Prompts of a round, and its velocity evaluations."""
+    settings = gain_settings(recipe)
+    prompts = math.ceil(recipe.calibration.trajectories / settings.group_size)
+    return prompts, prompts * dense_grpo(settings, score_start=True).plan.velocity_evaluations
+
+
 def measure_gains(
     setup: Setup, levels: Sequence[float], number: int, progress: Callable[[int], None] | None = None
 ) -> Tensor:
@@ -131,34 +145,18 @@ def measure_gains(
     each has noises and prompts of its own. ``progress`` is told the velocity evaluations.
     Raises InputError where no trajectory has a score, or where every image has the same.
     """
-    recipe, settings = setup.recipe, setup.recipe.algorithm
-    if not isinstance(settings, DenseGRPOSettings):
-        raise InputError(
-            f"algorithm.name is {settings.name!r}; expected dense_grpo: noise is calibrated on gains"
-        )
-    plan = dense_grpo(settings, score_start=True).plan
-    kernel = make_kernel("table", setup.grid, levels)
-    wanted = math.ceil(recipe.calibration.trajectories / settings.group_size)
-    rows = iteration_prompts(len(setup.train_prompts), recipe.seed, number, wanted)
+    plan = dense_grpo(gain_settings(setup.recipe), score_start=True).plan
     found, everything = [], []
-    for first in range(0, wanted, recipe.train.prompts_per_iteration):
-        part = range(first, min(first + recipe.train.prompts_per_iteration, wanted))
-        prompts = setup.train_prompts.take(rows[place] for place in part)
-        noise = KeyedNoise(setup.model, recipe.seed, _FIRST - number, part)
-        cond = setup.model.encode(prompts.prompts)
-        done = rollout(
-            setup.model, plan, cond, setup.grid, kernel, noise, recipe.rollout.batch_size, progress=progress
-        )
-        scores, _ = score_leaves(
-            setup.model,
-            done.leaves,
-            prompts.prompts,
-            prompts.columns,
-            setup.rewards,
-            batch_size=recipe.scoring.batch_size,
-            on_error=recipe.scoring.on_error,
-            timeout_s=recipe.scoring.timeout_s,
-        )
+    for scores in scored_rollouts(
+        setup,
+        plan,
+        make_kernel("table", setup.grid, levels),
+        setup.rewards,
+        count=round_size(setup.recipe)[0],
+        draw=number,
+        noise_iteration=_FIRST - number,
+        progress=progress,
+    ):
         everything.append(torch.cat([each.flatten(1) for each in scores.values()], 1))
         gains = torch.stack(list(step_rewards(plan, scores, gain=True).values()))
         found.append((gains * setup.reward_weights.view(1, -1, 1, 1)).sum(1).flatten(1))

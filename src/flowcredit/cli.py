@@ -228,13 +228,13 @@ def calibrate(
 
     [cyan]flowcredit calibrate recipes/shapes_dense_grpo.yaml --out psi.json[/cyan]
 
-    [cyan]flowcredit train recipes/shapes_dense_grpo.yaml noise.table=psi.json[/cyan]
+    [cyan]flowcredit train recipes/shapes_dense_grpo.yaml 'noise={table: psi.json}'[/cyan]
     """
-    settings, _ = _open(source, overrides)
+    settings, run_dir = _open(source, overrides)
     from flowcredit.calibrate import calibrate_command
 
     try:
-        calibrate_command(settings, out)
+        calibrate_command(settings, out, run_dir)
     except KeyboardInterrupt:
         typer.echo("\nInterrupted; no finished round is lost; give the command again to go on", err=True)
         raise typer.Exit(INTERRUPTED) from None

@@ -6,7 +6,7 @@ The measurements behind the figures of DenseGRPO (arXiv 2601.20218, figures 3 an
 Axes: P prompts, G trajectories or branches of a prompt, T steps of the grid, K stochastic steps, S strides.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -15,11 +15,9 @@ from torch import Tensor
 
 from flowcredit.algorithms import dense_grpo, g2rpo
 from flowcredit.assembly import Setup
+from flowcredit.measurement import scored_rollouts
 from flowcredit.methods import DenseGRPOSettings, G2RPOSettings
 from flowcredit.plan import Plan
-from flowcredit.prompts import iteration_prompts
-from flowcredit.rollout import KeyedNoise, rollout
-from flowcredit.scoring import score_leaves
 
 _ITERATION = -2_000_000
 """Keys the noises of a diagnosis: none of training's, evaluation's or calibration's."""
@@ -102,6 +100,22 @@ def stride_spread(diagnosis: Diagnosis) -> tuple[list[float], list[float]]:
     return within.tolist(), between.tolist()
 
 
+def trees(steps: int, group: int) -> tuple[Plan, Plan, G2RPOSettings]:
+    """Trajectories with every state probed; branches at every step that can be stochastic; its settings."""
+    dense = dense_grpo(DenseGRPOSettings(num_steps=steps, group_size=group), score_start=True).plan
+    strides = tuple(stride for stride in STRIDES if stride <= steps)
+    branching = G2RPOSettings(
+        num_steps=steps, group_size=group, strides=strides, train_steps=tuple(range(steps - 1))
+    )
+    return dense, g2rpo(branching).plan, branching
+
+
+def evaluations(setup: Setup, prompts: int) -> int:
+    """Velocity evaluations of a diagnosis."""
+    dense, tree, _ = trees(setup.recipe.algorithm.num_steps, setup.recipe.algorithm.group_size)
+    return prompts * (dense.velocity_evaluations + tree.velocity_evaluations)
+
+
 def diagnose(setup: Setup, prompts: int, progress: Callable[[int], None] | None = None) -> Diagnosis:
     """Measure a recipe's model with its noise on its first trained reward; ``progress`` is told evaluations.
 
@@ -109,10 +123,7 @@ def diagnose(setup: Setup, prompts: int, progress: Callable[[int], None] | None 
     """
     recipe = setup.recipe
     steps, group = recipe.algorithm.num_steps, recipe.algorithm.group_size
-    dense = dense_grpo(DenseGRPOSettings(num_steps=steps, group_size=group), score_start=True).plan
-    strides = tuple(stride for stride in STRIDES if stride <= steps)
-    tree_settings = branch_settings(steps, group, strides)
-    tree = g2rpo(tree_settings).plan
+    dense, tree, branching = trees(steps, group)
     states = _scored(setup, dense, prompts, progress)
     found = _scored(setup, tree, prompts, progress)
     x = torch.zeros(1, 1)
@@ -122,26 +133,10 @@ def diagnose(setup: Setup, prompts: int, progress: Callable[[int], None] | None 
         sigmas=setup.grid.tolist(),
         noise=[float(setup.kernel(x, x, k, k + 1).std) for k in range(steps - 1)],
         states=_by_start(dense, states, group),
-        branch_steps=list(tree_settings.train_indices),
-        strides=list(strides),
+        branch_steps=list(branching.train_indices),
+        strides=list(branching.strides),
         branches=[[found[leaf].tolist() for leaf in tree.leaves_under(step)] for step in tree.transitions],
     )
-
-
-def branch_settings(steps: int, group: int, strides: Sequence[int]) -> G2RPOSettings:
-    """Branches at every step that can be stochastic."""
-    return G2RPOSettings(
-        num_steps=steps, group_size=group, strides=tuple(strides), train_steps=tuple(range(steps - 1))
-    )
-
-
-def evaluations(setup: Setup, prompts: int) -> int:
-    """Velocity evaluations of a diagnosis."""
-    steps, group = setup.recipe.algorithm.num_steps, setup.recipe.algorithm.group_size
-    strides = tuple(stride for stride in STRIDES if stride <= steps)
-    dense = dense_grpo(DenseGRPOSettings(num_steps=steps, group_size=group), score_start=True).plan
-    tree = g2rpo(branch_settings(steps, group, strides)).plan
-    return prompts * (dense.velocity_evaluations + tree.velocity_evaluations)
 
 
 def _by_start(plan: Plan, scores: dict[int, Tensor], group: int) -> list[list[list[float]]]:
@@ -153,32 +148,17 @@ def _scored(
     setup: Setup, plan: Plan, count: int, progress: Callable[[int], None] | None
 ) -> dict[int, Tensor]:
     """The first reward of every leaf, [P, W]."""
-    recipe = setup.recipe
-    rows = iteration_prompts(len(setup.train_prompts), recipe.seed, 0, count)
-    parts: list[dict[int, Tensor]] = []
-    name = recipe.rewards[0].name
-    for first in range(0, count, recipe.train.prompts_per_iteration):
-        part = range(first, min(first + recipe.train.prompts_per_iteration, count))
-        chosen = setup.train_prompts.take(rows[place] for place in part)
-        done = rollout(
-            setup.model,
+    name = setup.recipe.rewards[0].name
+    parts = list(
+        scored_rollouts(
+            setup,
             plan,
-            setup.model.encode(chosen.prompts),
-            setup.grid,
             setup.kernel,
-            KeyedNoise(setup.model, recipe.seed, _ITERATION, part),
-            recipe.rollout.batch_size,
+            {name: setup.rewards[name]},
+            count=count,
+            draw=0,
+            noise_iteration=_ITERATION,
             progress=progress,
         )
-        scores, _ = score_leaves(
-            setup.model,
-            done.leaves,
-            chosen.prompts,
-            chosen.columns,
-            {name: setup.rewards[name]},
-            batch_size=recipe.scoring.batch_size,
-            on_error=recipe.scoring.on_error,
-            timeout_s=recipe.scoring.timeout_s,
-        )
-        parts.append({leaf: values[0] for leaf, values in scores.items()})
-    return {leaf: torch.cat([part[leaf] for part in parts]) for leaf in parts[0]}
+    )
+    return {leaf: torch.cat([part[leaf][0] for part in parts]) for leaf in parts[0]}

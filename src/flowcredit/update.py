@@ -47,7 +47,7 @@ class UpdateMetrics:
 class _Rows:
     """A transition: ``x`` [N, *D], ``x_next`` [N, F, *D], ``log_prob`` and ``advantages`` [N, F].
 
-    ``v_reference`` [N, *D] are the reference policy's velocities; without a KL it is empty.
+    ``v_reference`` [N, *D] are the reference policy's velocities, where there is a KL.
     """
 
     k: int
@@ -58,7 +58,7 @@ class _Rows:
     log_prob: Tensor
     advantages: Tensor
     prompts: Tensor
-    v_reference: Tensor
+    v_reference: Tensor | None = None
 
     def part(self, first: int, last: int) -> "_Rows":
         cut = slice(first, last)
@@ -71,7 +71,7 @@ class _Rows:
             self.log_prob[cut],
             self.advantages[cut],
             self.prompts[cut],
-            self.v_reference[cut],
+            None if self.v_reference is None else self.v_reference[cut],
         )
 
     @property
@@ -157,7 +157,6 @@ def _rows(transition: Transition, advantages: Tensor) -> _Rows:
         transition.log_prob.flatten(0, 1),
         advantages.to(device).unflatten(1, (width, fan_out)).flatten(0, 1),
         torch.arange(prompts, device=device).repeat_interleave(width),
-        transition.x.new_empty(prompts * width, 0),
     )
 
 
@@ -207,7 +206,7 @@ def _chunk_loss(
         step = kernel(rows.x.unsqueeze(1), v.unsqueeze(1), rows.k, rows.k_next)
         new = step.log_prob(rows.x_next, batch_dims=2)
         loss, metrics = clipped_loss(new, rows.log_prob, rows.advantages, settings.clip_range)
-        if rows.v_reference.shape == rows.x.shape:
+        if rows.v_reference is not None:
             reference = kernel(rows.x.unsqueeze(1), rows.v_reference.unsqueeze(1), rows.k, rows.k_next)
             divergence = step.kl_from(reference, batch_dims=2).mean()
             loss = loss + settings.kl_weight * divergence

@@ -18,7 +18,7 @@ def write_diagnosis(diagnosis: Diagnosis, out: Path, name: str, recipe_text: str
     Raises InputError if the packages for figures are not installed.
     """
     environment = extras()
-    from flowcredit.report.diagnosis import figures
+    from flowcredit.report.diagnosis_figures import figures
 
     out.mkdir(parents=True, exist_ok=True)
     write_text(out / "diagnosis.json", json.dumps(diagnosis.to_json()) + "\n")
@@ -55,7 +55,7 @@ def described(diagnosis: Diagnosis) -> str:
 
 def pictures(diagnosis: Diagnosis) -> list[tuple[str, str]]:
     """Caption and inline SVG of each figure."""
-    from flowcredit.report.diagnosis import figures
+    from flowcredit.report.diagnosis_figures import figures
     from flowcredit.report.style import to_svg
 
     return [(text, str(inline_svg(to_svg(figure)))) for text, figure in figures(diagnosis).values()]

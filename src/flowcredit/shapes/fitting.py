@@ -2,15 +2,12 @@
 
 import json
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import torch
 from torch import Tensor, nn
-
-Cycles = Sequence[tuple[int, int]]
-"""Pairs of a step and the step at which the cosine of the learning rate ends until then."""
 
 
 def batch_rows(count: int, size: int, seed: int, step: int) -> Tensor:
@@ -19,11 +16,10 @@ def batch_rows(count: int, size: int, seed: int, step: int) -> Tensor:
     return torch.randint(count, (size,), generator=generator)
 
 
-def rate_share(step: int, cycles: Cycles, warmup: int = 200) -> float:
-    """Learning rate of a step as a share of its peak: a cosine to the end of the cycle that it is in."""
+def rate_share(step: int, end: int, warmup: int = 200) -> float:
+    """Learning rate of a step as a share of its peak: a warm-up, then a cosine down to step ``end``."""
     if step < warmup:
         return (step + 1) / warmup
-    end = next(end for until, end in cycles if step < until)
     progress = (step - warmup) / max(1, end - warmup)
     return 0.01 + 0.99 * 0.5 * (1 + float(np.cos(np.pi * progress)))
 
@@ -72,14 +68,14 @@ def fit(
     loss_of_step: Callable[[int], Tensor],
     work: Path,
     *,
-    cycles: Cycles,
+    steps: int,
+    rate_ends: int | None = None,
     learning_rate: float,
     decay: float = 0.999,
     blocks: str | None = None,
     save_every: int = 250,
 ) -> None:
-    """A cosine schedule with averaged weights; leaves the averages in the module."""
-    steps = cycles[-1][0]
+    """A cosine schedule, to ``rate_ends`` or the last step; leaves averaged weights in the module."""
     state_file, log_file = work / f"{name}.pt", work / f"{name}.jsonl"
     optimizers = optimizers_of(module, learning_rate, blocks)
     averages = Averages(module, decay)
@@ -94,7 +90,7 @@ def fit(
     started, smooth = time.monotonic() - seconds, 0.0
     for step in range(first, steps):
         for group in (group for optimizer in optimizers for group in optimizer.param_groups):
-            group["lr"] = learning_rate * rate_share(step, cycles)
+            group["lr"] = learning_rate * rate_share(step, rate_ends or steps)
         loss = loss_of_step(step)
         loss.backward()
         nn.utils.clip_grad_norm_(module.parameters(), 1.0)

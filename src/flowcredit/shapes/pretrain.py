@@ -33,7 +33,9 @@ TASK_SHARES = {
 }
 
 
-FLOW_CYCLES = ((9000, 9300),)
+FLOW_STEPS = 9000
+FLOW_RATE_ENDS = 9300
+"""Step at which the cosine of the learning rate would end: the last steps still learn."""
 SHIFTED_FROM = 3000
 """Step of the flow's training from which sigma is drawn with shift 3."""
 GUIDED_FROM = 7000
@@ -87,7 +89,7 @@ def train_vae(work: Path, make_images: Callable[[], Tensor], steps: int) -> Any:
             y = vae.decode(posterior.mean + posterior.std * noise).sample.float()
         return (y - x).abs().mean() + (y - x).square().mean() + 1e-4 * posterior.kl().mean() / 512
 
-    fit("vae", vae, loss, work, cycles=[(steps, steps)], learning_rate=2e-3, decay=0.99)
+    fit("vae", vae, loss, work, steps=steps, learning_rate=2e-3, decay=0.99)
     return vae.eval()
 
 
@@ -215,7 +217,16 @@ def train_flow(work: Path, out: Path, clip: Any, t5: Any, latents: Tensor, scene
             target = target + strength * ~empty[:, None, None] * (v - plain)
         return (v - target).square().mean()
 
-    fit("flow", flow, loss, work, cycles=FLOW_CYCLES, learning_rate=2e-3, blocks="transformer_blocks")
+    fit(
+        "flow",
+        flow,
+        loss,
+        work,
+        steps=FLOW_STEPS,
+        rate_ends=FLOW_RATE_ENDS,
+        learning_rate=2e-3,
+        blocks="transformer_blocks",
+    )
     return flow.eval()
 
 
@@ -262,7 +273,7 @@ def train_clip(work: Path, out: Path, steps: int) -> None:
         logits = result.logits_per_image
         return 0.5 * (F.cross_entropy(logits, target) + F.cross_entropy(logits.T, target))
 
-    fit("clip", model, loss, work, cycles=[(steps, steps)], learning_rate=1e-3)
+    fit("clip", model, loss, work, steps=steps, learning_rate=1e-3)
     model.eval().to(torch.float16).save_pretrained(out)
     side = {"height": images.shape[-1], "width": images.shape[-1]}
     processor = CLIPImageProcessor(
