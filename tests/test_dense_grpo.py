@@ -51,6 +51,7 @@ def test_a_trajectory_pays_for_no_state_twice(T: int) -> None:
     shared = dense_grpo(DenseGRPOSettings(num_steps=T, group_size=group)).plan
     assert shared.velocity_evaluations == group * trajectory - (group - 1)
     assert shared.decodes == group * (T - 1)
+    assert shared.trained_states == 1 + (T - 2) * group
     # With starts of their own the gains of the first step need the rewards of those starts.
     separate = dense_grpo(DenseGRPOSettings(num_steps=T, group_size=group, initial_noise="separate")).plan
     assert separate.velocity_evaluations == group * (trajectory + T - 1)

@@ -88,6 +88,8 @@ def test_the_published_g2rpo_run_costs_what_is_known(anchor: Anchor, nfe: int, n
     assert plan.decodes == 288
     assert plan.scores == 288
     assert [plan.width(i) for i in plan.transitions] == [12] * 8
+    # Twelve branches learn from the one velocity of the trunk state that they leave.
+    assert plan.trained_states == 8
 
 
 def test_a_trunk_that_is_scored_itself_is_not_finished_twice() -> None:

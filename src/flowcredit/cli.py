@@ -199,13 +199,12 @@ def plan(source: RecipeOrRun, overrides: Overrides = None) -> None:
     tree = algorithms.build(settings.algorithm).plan
     typer.echo(tree.describe())
     prompts = settings.train.prompts_per_iteration
-    trained = {tree.nodes[tree.segment_end[i]].parent for i in tree.transitions if tree.segments[i].trained}
     costs = {
         "velocity evaluations": tree.velocity_evaluations,
         "  if nothing were shared": tree.naive_velocity_evaluations,
         "decodes": tree.decodes,
         f"scores ({len(settings.rewards)} x {tree.scores})": len(settings.rewards) * tree.scores,
-        "states trained on": sum(tree.nodes[node].width for node in trained if node is not None),
+        "states trained on": tree.trained_states,
     }
     if tree.trajectory_evaluations is not None:
         typer.echo(f"velocity evaluations for one trajectory: {tree.trajectory_evaluations}")

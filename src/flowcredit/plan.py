@@ -236,6 +236,14 @@ class Plan:
         )
 
     @property
+    def trained_states(self) -> int:
+        """Distinct (state, sigma) pairs whose velocity training needs again for one prompt."""
+        trained = {
+            self.nodes[self.segment_end[i]].parent for i in self.transitions if self.segments[i].trained
+        }
+        return sum(self.nodes[node].width for node in trained if node is not None)
+
+    @property
     def trajectory_evaluations(self) -> int | None:
         """NFE of one stochastic trajectory with its probes, from a start of its own; None for other trees."""
         parents = [self.segments[i].parent for i in self.transitions]
