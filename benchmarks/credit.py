@@ -132,8 +132,9 @@ def _curve(axes: Any, arm: Arm, score: str, colour: str, dashes: Any) -> None:
     half = np.array([interval(list(row)) for row in values])
     logs = [{line["iteration"]: line["seconds"] for line in run.log()} for run in arm.runs]
     seconds = [float(np.mean([log[i] if i else 0.0 for log in logs])) for i in at]
+    spent = [float(i * arm.per_iteration) for i in at]
     axis: Axes
-    for axis, x in zip(axes, ([i * arm.per_iteration for i in at], seconds), strict=True):
+    for axis, x in zip(axes, (spent, seconds), strict=True):
         mean = values.mean(axis=1)
         axis.fill_between(x, mean - half, mean + half, color=colour, alpha=0.12, linewidth=0)
         axis.plot(

@@ -17,7 +17,8 @@ FLOORS = (
     ("text_file", "yaml_lines", "sections", "shapes", "image_grid", "console"),
     ("methods",),
     ("config",),
-    ("recipe_io", "prompts", "noise_table"),
+    ("recipe_io", "prompt_files", "noise_table"),
+    ("prompts",),
     ("plan", "time_grid"),
     ("noise", "advantages", "policy_loss"),
     ("transition",),
@@ -46,13 +47,24 @@ LIGHT = (
     "methods",
     "config",
     "recipe_io",
+    "prompt_files",
     "prompts",
     "plan",
     "algorithms",
     "cli",
     "run_folder",
 )
-HEAVY = {"torch", "diffusers", "transformers", "peft", "accelerate", "scipy", "matplotlib"}
+HEAVY = {
+    "torch",
+    "diffusers",
+    "transformers",
+    "peft",
+    "accelerate",
+    "scipy",
+    "matplotlib",
+    "pyarrow",
+    "huggingface_hub",
+}
 MAX_FILE_LINES = 400
 MAX_FUNCTION_LINES = 60
 

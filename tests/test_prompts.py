@@ -1,7 +1,10 @@
 """Prompt files as users write them, and which prompts an iteration draws."""
 
 from pathlib import Path
+from typing import Any
 
+import pyarrow
+import pyarrow.parquet
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -76,7 +79,20 @@ def test_an_empty_file_is_refused() -> None:
         ("list.jsonl", b'{"prompt": "a"}\n["b"]', r"list\.jsonl:2: expected a JSON object .* got a list"),
         ("number.jsonl", b'{"prompt": 3}', r'number\.jsonl:1: "prompt" must be a text .* got a number'),
         ("blank.jsonl", b'{"prompt": " "}', r"got an empty text"),
-        ("table.csv", b"prompt\na", r"ends in \.txt"),
+        ("table.xlsx", b"prompt\na", r"expected a \.txt"),
+        (
+            "head.csv",
+            b"caption,id\na,1\n",
+            r"head\.csv:2: no \"prompt\" .* \"caption\", \"id\".*prompts\.column",
+        ),
+        ("ragged.csv", b"prompt,id\n\na red, round circle,1\n", r"ragged\.csv:3: 3 fields, .* 2 columns"),
+        ("twice.csv", b"prompt,id,id\na,1,2\n", r"twice\.csv:1: the column 'id' is named twice"),
+        ("quote.csv", b'prompt\n"a\nb', r"quote\.csv:2: not readable as separated values"),
+        ("only_a_header.csv", b"prompt,id\n", "holds no prompts"),
+        ("object.json", b'{"prompt": "a"}', r"holds an object; expected a list"),
+        ("broken.json", b'["a",\n "b"', r"broken\.json:2: not valid JSON"),
+        ("mixed.json", b'["a", 3]', r"mixed\.json: entry 2: expected a JSON object .* got a number"),
+        ("torn.parquet", b"PAR1", r"torn\.parquet: not readable as parquet"),
     ],
 )
 def test_other_bad_files_are_refused(tmp_path: Path, name: str, content: bytes, told: str) -> None:
@@ -89,7 +105,7 @@ def test_missing_files_and_folders_are_refused(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="no such file"):
         load_prompts(tmp_path / "none.txt")
     (tmp_path / "folder.txt").mkdir()
-    with pytest.raises(InputError, match="is a folder"):
+    with pytest.raises(InputError, match=r"a folder without \.parquet files \(it holds nothing\)"):
         load_prompts(tmp_path / "folder.txt")
 
 
@@ -98,6 +114,66 @@ def test_lines_end_at_line_ends_alone(tmp_path: Path) -> None:
     file = tmp_path / "separators.jsonl"
     file.write_text('{"prompt": "a\u2028b"}\r{"prompt": "c\x85d"}\r\n', encoding="utf-8", newline="")
     assert load_prompts(file).prompts == ("a\u2028b", "c\x85d")
+
+
+def test_separated_values_keep_their_columns_and_quoted_texts(tmp_path: Path) -> None:
+    file = tmp_path / "drawbench.csv"
+    file.write_text(
+        '\ufeffPrompts,Category\r\n"one, two\nand ""three""",Text\r\n\r\nfour,Colors\r\n', newline=""
+    )
+    loaded = load_prompts(file, "Prompts")
+    assert loaded.prompts == ('one, two\nand "three"', "four")
+    assert loaded.columns == {"Category": ("Text", "Colors")}
+    assert loaded.skipped_blank == 1
+    tabbed = tmp_path / "same.tsv"
+    tabbed.write_text("prompt\tid\na, b\t7\n")
+    assert load_prompts(tabbed).columns == {"id": ("7",)}
+
+
+def test_a_list_in_one_json_file_is_read_as_texts_or_objects(tmp_path: Path) -> None:
+    file = tmp_path / "anime.json"
+    file.write_text('["a cat", {"prompt": "a dog", "id": 2}]')
+    loaded = load_prompts(file)
+    assert loaded.prompts == ("a cat", "a dog")
+    assert loaded.columns == {"id": (None, 2)}
+
+
+def parquet(file: Path, **columns: list[Any]) -> None:
+    file.parent.mkdir(parents=True, exist_ok=True)
+    pyarrow.parquet.write_table(pyarrow.table(columns), file)
+
+
+def test_a_folder_of_parquet_is_read_in_the_order_of_its_names(tmp_path: Path) -> None:
+    parquet(tmp_path / "train-00001-of-00002.parquet", caption=["c"], tags=[["x", "y"]], jpg=[b"\xff\xd8"])
+    parquet(tmp_path / "train-00000-of-00002.parquet", caption=["a", "b"], tags=[[], None], jpg=[b"", b""])
+    loaded = load_prompts(tmp_path, "caption")
+    assert loaded.prompts == ("a", "b", "c")
+    assert loaded.columns == {"tags": ([], None, ["x", "y"])}
+    with pytest.raises(InputError, match=r"00000-of-00002\.parquet: row 1: no \"prompt\""):
+        load_prompts(tmp_path)
+    parquet(tmp_path / "train-00002-of-00002.parquet", caption=["d", None])
+    with pytest.raises(InputError, match=r"row 2: \"caption\" must be a text that is not empty, got null"):
+        load_prompts(tmp_path, "caption")
+
+
+def test_a_data_set_of_the_hub_is_read_from_the_cache(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The cache's own layout, offline: what a user has who fetched the data set before."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    data = tmp_path / "datasets--someone--prompts"
+    revision = "0123456789012345678901234567890123456789"
+    (data / "refs").mkdir(parents=True)
+    (data / "refs" / "main").write_text(revision)
+    parquet(data / "snapshots" / revision / "data" / "train-00000-of-00001.parquet", prompt=["a", "b"])
+    parquet(data / "snapshots" / revision / "data" / "test-00000-of-00001.parquet", prompt=["c"])
+    assert load_prompts("hf:someone/prompts#train").prompts == ("a", "b")
+    assert load_prompts(f"hf:someone/prompts@{revision}#test").prompts == ("c",)
+    with pytest.raises(InputError, match=r"no split 'validation' among its files; there are: test, train"):
+        load_prompts("hf:someone/prompts#validation")
+    with pytest.raises(InputError, match=r"hf:someone/other: this data set cannot be fetched"):
+        load_prompts("hf:someone/other")
 
 
 def test_a_key_that_some_rows_lack_is_none_there(tmp_path: Path) -> None:

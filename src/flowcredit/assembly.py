@@ -49,8 +49,8 @@ class Setup:
 def assemble(recipe: Recipe) -> Setup:
     """Load and check every part of a run before it begins. Raises InputError for whatever cannot work."""
     algorithm = algorithms.build(recipe.algorithm)
-    train_prompts = load_prompts(recipe.prompts.train)
-    heldout = load_prompts(recipe.prompts.heldout)
+    train_prompts = load_prompts(recipe.prompts.train, recipe.prompts.column)
+    heldout = load_prompts(recipe.prompts.heldout, recipe.prompts.column)
     model = build_model(recipe)
     rewards = build_rewards(recipe.rewards, model.device)
     watched = build_rewards(recipe.watch, model.device)

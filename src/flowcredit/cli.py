@@ -178,7 +178,7 @@ def sample(
     [cyan]flowcredit sample runs/shapes-g2rpo --prompt "a red circle" --count 4 --out after[/cyan]
     """
     settings, run_dir = _open(source, overrides)
-    chosen = _chosen_prompts(prompt, prompts)
+    chosen = _chosen_prompts(prompt, prompts, settings.prompts.column)
     _refuse_existing(out, "images are not written over")
     from flowcredit.evaluate import sample_command
 
@@ -356,11 +356,11 @@ def _refuse_existing(path: Path, advice: str) -> None:
         raise InputError(f"{path} exists already; {advice}")
 
 
-def _chosen_prompts(texts: list[str] | None, file: str | None) -> "PromptSet":
+def _chosen_prompts(texts: list[str] | None, file: str | None, column: str) -> "PromptSet":
     from flowcredit.prompts import PromptSet, load_prompts
 
     if file is not None and not texts:
-        chosen = load_prompts(file)
+        chosen = load_prompts(file, column)
         typer.echo(chosen.describe())
         return chosen
     if file is not None or not texts or not all(text.strip() for text in texts):

@@ -56,9 +56,12 @@ class PromptSettings(Section):
     """The prompt files."""
 
     train: Text
-    """Prompts to train on: a .txt or .jsonl file, or bundled ones: `bundled:shapes/train`. Required."""
+    """Prompts to train on: a .txt, .jsonl, .json, .csv, .tsv or .parquet file, a folder of parquet files, a
+    data set of the Hugging Face hub (`hf:owner/name@revision#split`), or `bundled:shapes/train`. Required."""
     heldout: Text
     """Prompts to evaluate on, in the same formats; best with none of the prompts of `train`. Required."""
+    column: Text = "prompt"
+    """The column (or key) of both that holds the prompt; the others are there for rewards to ask for."""
 
 
 class GridSettings(Section):

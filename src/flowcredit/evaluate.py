@@ -139,7 +139,7 @@ def evaluate_command(recipe: Recipe, run_dir: Path | None, out: Path | None) -> 
     from flowcredit.evaluation_files import to_json
     from flowcredit.run_folder import write_text
 
-    heldout = load_prompts(recipe.prompts.heldout)
+    heldout = load_prompts(recipe.prompts.heldout, recipe.prompts.column)
     device = device_of(recipe.model.device)
     rewards = {**build_rewards(recipe.rewards, device), **build_rewards(recipe.watch, device)}
     check_columns(rewards, heldout.columns, heldout.source)

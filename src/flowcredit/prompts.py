@@ -1,7 +1,6 @@
 """Prompt sets: what a prompt file holds, and which prompts an iteration draws."""
 
 import hashlib
-import json
 import random
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -10,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from flowcredit.errors import InputError
+from flowcredit.prompt_files import Row, json_type, read_rows
 from flowcredit.shapes import bundled_path
-from flowcredit.text_file import read_text
 
 PROMPT_KEY = "prompt"
 
@@ -53,37 +52,39 @@ class PromptSet:
         return text
 
 
-def load_prompts(path: str | Path) -> PromptSet:
-    """Reads a prompt file: one prompt a line (``.txt``), or one JSON object a line (``.jsonl``).
+def load_prompts(path: str | Path, column: str = PROMPT_KEY) -> PromptSet:
+    """Reads the prompts of a file, a folder or a data set of the hub; `prompt_files` has the formats.
 
-    A ``.jsonl`` row needs the key "prompt"; its other keys become columns, which rewards may ask for.
-    Names that begin with ``bundled:`` (``bundled:shapes/train``) stand for files in the package.
-    Raises InputError with file and line for whatever cannot be read.
+    A row's prompt is under ``column``; what else it has becomes columns, which rewards may ask for. Names
+    that begin with ``bundled:`` (``bundled:shapes/train``) stand for files in the package. Raises InputError
+    with file and line for whatever cannot be read.
     """
     source = str(path)
-    file = bundled_path(source)
-    if file.suffix.lower() not in (".txt", ".jsonl"):
-        raise InputError(
-            f"{source}: expected a prompt file that ends in .txt (one prompt a line) or .jsonl "
-            f'(one JSON object a line, with the key "{PROMPT_KEY}")'
-        )
-    lines = read_text(file, "a prompt file").split("\n")
-    if lines[-1] == "":
-        lines.pop()
-    filled = [(number, line) for number, line in enumerate(lines, start=1) if line.strip()]
-    if not filled:
+    found = read_rows(bundled_path(source), source, column)
+    if not found.rows:
         raise InputError(f"{source}: holds no prompts; expected at least one line that is not blank")
-    skipped = len(lines) - len(filled)
-    if file.suffix.lower() == ".txt":
-        return PromptSet(tuple(line.strip() for _, line in filled), source=source, skipped_blank=skipped)
-    rows = [_json_row(f"{source}:{number}", line) for number, line in filled]
-    names = dict.fromkeys(key for row in rows for key in row if key != PROMPT_KEY)
+    prompts = tuple(_prompt(row, column) for row in found.rows)
+    names = dict.fromkeys(key for row in found.rows for key in row.values if key != column)
     return PromptSet(
-        prompts=tuple(row[PROMPT_KEY] for row in rows),
-        columns={name: tuple(row.get(name) for row in rows) for name in names},
+        prompts=prompts,
+        columns={name: tuple(row.values.get(name) for row in found.rows) for name in names},
         source=source,
-        skipped_blank=skipped,
+        skipped_blank=found.skipped_blank,
     )
+
+
+def _prompt(row: Row, column: str) -> str:
+    if column not in row.values:
+        held = ", ".join(f'"{key}"' for key in row.values) or "none"
+        raise InputError(
+            f'{row.where}: no "{column}" in this row; its keys: {held}; name the one that holds the prompt'
+            " with prompts.column"
+        )
+    prompt = row.values[column]
+    if not isinstance(prompt, str) or not prompt.strip():
+        got = "an empty text" if isinstance(prompt, str) else json_type(prompt)
+        raise InputError(f'{row.where}: "{column}" must be a text that is not empty, got {got}')
+    return prompt.strip()
 
 
 def iteration_prompts(count: int, seed: int, iteration: int, per_iteration: int) -> list[int]:
@@ -114,32 +115,6 @@ def _epoch_order(count: int, seed: int, epoch: int) -> Sequence[int]:
     source = random.Random(int.from_bytes(digest, "big"))
     keys = [source.random() for _ in range(count)]
     return sorted(range(count), key=keys.__getitem__)
-
-
-def _json_row(where: str, line: str) -> dict[str, Any]:
-    try:
-        row = json.loads(line)
-    except json.JSONDecodeError as error:
-        raise InputError(
-            f"{where}: not valid JSON: {error.msg} at column {error.colno}; expected one JSON object a line"
-        ) from None
-    if not isinstance(row, dict):
-        raise InputError(
-            f'{where}: expected a JSON object with the key "{PROMPT_KEY}", got {_json_type(row)}'
-        )
-    if PROMPT_KEY not in row:
-        held = ", ".join(f'"{key}"' for key in row) or "none"
-        raise InputError(f'{where}: no "{PROMPT_KEY}" in this row; its keys: {held}')
-    prompt = row[PROMPT_KEY]
-    if not isinstance(prompt, str) or not prompt.strip():
-        got = "an empty text" if isinstance(prompt, str) else _json_type(prompt)
-        raise InputError(f'{where}: "{PROMPT_KEY}" must be a text that is not empty, got {got}')
-    return {**row, PROMPT_KEY: prompt.strip()}
-
-
-def _json_type(value: object) -> str:
-    names = {dict: "an object", list: "a list", str: "a text", bool: "a truth value", type(None): "null"}
-    return names.get(type(value), "a number")
 
 
 def _plural(count: int, noun: str) -> str:

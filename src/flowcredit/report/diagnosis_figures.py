@@ -23,8 +23,8 @@ def figures(diagnosis: Diagnosis) -> dict[str, tuple[str, Figure]]:
     with matplotlib.rc_context(STYLE):
         return {
             "gains": (
-                f"What each step added to the reward {reward}, a line a trajectory, below the noise of the"
-                " step. Where more lose than gain, exploration hurts.",
+                f"What each step added to the reward {reward}, a line a trajectory, below the noise level of"
+                " the step. Where more lose than gain, exploration hurts.",
                 _gains(diagnosis),
             ),
             "states": (
@@ -55,9 +55,10 @@ def _gains(diagnosis: Diagnosis) -> Figure:
     steps = np.arange(len(found))
     figure = Figure(figsize=(WIDTH, 4.6), layout="constrained")
     upper, lower = figure.subplots(2, 1, sharex=True, height_ratios=(1, 3))
-    upper.bar(steps, diagnosis.noise, width=0.5, color=GREEN)
-    upper.set_title(f"Noise of a step ({diagnosis.noise_kind})")
-    upper.set_ylabel("deviation")
+    spans = -np.diff(diagnosis.sigmas)[: len(found)]
+    upper.bar(steps, np.array(diagnosis.noise) / np.sqrt(spans), width=0.5, color=GREEN)
+    upper.set_title(f"Noise level of a step ({diagnosis.noise_kind}): its deviation over √(σ − σ′)")
+    upper.set_ylabel("level")
     lower.plot(steps, found[:, _chosen(found)], color=BLUE, linewidth=0.7, alpha=0.25)
     lower.plot(steps, np.nanmean(found, 1), color=ORANGE, linewidth=2, marker="o", label="mean")
     lower.axhline(0, color="#4a4f57", linewidth=1)
