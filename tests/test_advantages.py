@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from flowcredit.advantages import leaf_advantages, normalise
+from flowcredit.advantages import WeightsOn, credit_steps, leaf_advantages, normalise
 from flowcredit.plan import Plan, Segment
 
 NAN = math.nan
@@ -147,6 +147,24 @@ def test_rewards_are_normalised_alone_then_added_by_weight() -> None:
     rewards = {leaf: one_prompt([SPREAD, [300.0, 200.0, 100.0]]) for leaf in (1, 2)}
     got = leaf_advantages(two_strides(), rewards, torch.tensor([1.0, 0.25]), "mean")
     torch.testing.assert_close(got[0], torch.tensor([[-0.75, 0.0, 0.75]]))
+
+
+def test_weights_on_rewards_let_the_larger_unit_decide() -> None:
+    rewards = {leaf: one_prompt([SPREAD, [300.0, 200.0, 100.0]]) for leaf in (1, 2)}
+
+    def credit(*weights: float, on: WeightsOn = "rewards") -> list[float]:
+        return credit_steps(two_strides(), rewards, torch.tensor(weights), "leaves", "mean", weights_on=on)[
+            0
+        ].tolist()[0]
+
+    assert credit(1.0, 0.25) == DOWN
+    assert credit(1.0, 0.001) == pytest.approx(UP, abs=1e-6)
+    assert credit(1.0, 0.01) == NONE
+    assert credit(1.0, 0.25, on="advantages") == [-0.75, 0.0, 0.75]
+    # Without one of its rewards an image has no sum, unless that reward counts for nothing.
+    rewards[1] = rewards[2] = one_prompt([SPREAD, [300.0, NAN, 100.0]])
+    assert credit(1.0, 0.25) == pytest.approx([1 / math.sqrt(2), 0.0, -1 / math.sqrt(2)])
+    assert credit(1.0, 0.0) == UP
 
 
 def test_advantages_are_clamped_after_they_are_gathered() -> None:

@@ -21,6 +21,7 @@ from flowcredit.assembly import build_model
 from flowcredit.checkpoint import save_checkpoint
 from flowcredit.comparison import (
     Evaluation,
+    alarms,
     compare,
     evaluation_table,
     group_means,
@@ -220,6 +221,21 @@ def test_comparison_splits_rates_by_group() -> None:
     assert (easy.before.mean, easy.change.mean) == (0.5, 0.5)
     only_graded = [replace(e, scores={"graded": e.scores["graded"]}) for e in (BEFORE, AFTER)]
     assert [line.group for line in compare(*only_graded)] == [None, "hard", "easy"]
+
+
+def test_an_alarm_where_a_watched_reward_falls_while_a_trained_one_rises() -> None:
+    def with_watched(*watched: float) -> Evaluation:
+        return replace(AFTER, scores={**AFTER.scores, "clip": watched})
+
+    before = replace(BEFORE, scores={**BEFORE.scores, "clip": (0.5, 0.5, 0.5, 0.5)})
+    fallen = with_watched(0.4, 0.3, 0.4, 0.3)
+    (line,) = alarms(before, fallen, ("graded",))
+    assert "held-out clip, not trained, fell by 0.150 ± 0.029 while graded rose" in line
+    assert alarms(before, with_watched(0.4, 0.5, 0.6, 0.4), ("graded",)) == []
+    assert alarms(before, fallen, ("graded", "clip")) == []
+    assert alarms(fallen, before, ("graded",)) == []
+    # Nothing that was trained has risen: a fall of the watched reward is no sign of hacking.
+    assert alarms(before, replace(fallen, scores={**fallen.scores, **BEFORE.scores}), ("graded",)) == []
 
 
 def rendered(*evaluations: Evaluation) -> str:

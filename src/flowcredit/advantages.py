@@ -13,6 +13,7 @@ from flowcredit.plan import Plan
 
 Combine = Literal["sum", "mean"]
 Rule = Literal["leaves", "state", "gain"]
+WeightsOn = Literal["advantages", "rewards"]
 
 RELATIVE_ROUNDING = 16 * torch.finfo(torch.float32).eps
 """Rewards that lie this close, relative to the largest, are equal: float32 tells no more."""
@@ -88,6 +89,7 @@ def credit_steps(
     rule: Rule = "leaves",
     combine: Combine = "sum",
     clamp: float | None = 5.0,
+    weights_on: WeightsOn = "advantages",
 ) -> dict[int, Tensor]:
     """Advantages of every transition, [P, W], by one of three rules.
 
@@ -95,7 +97,14 @@ def credit_steps(
     that continues it, normalised over the W samples of each prompt. "gain": that reward less the probe's
     of the state where the transition starts, normalised alike (DenseGRPO, arXiv 2601.20218). Where the
     start has no probe, it is one state that the whole group shares, and its reward cancels.
+
+    ``weights_on`` "advantages": each reward is normalised, then they are added by weight, so that none
+    dominates by its unit. "rewards": the rewards are added by weight and their sum is normalised; an image
+    that lacks one of them has no score.
     """
+    if weights_on == "rewards":
+        rewards = {leaf: _summed(scores, weights) for leaf, scores in rewards.items()}
+        weights = torch.ones(1)
     if rule == "leaves":
         return leaf_advantages(plan, rewards, weights, combine, clamp)
     found = step_rewards(plan, rewards, gain=rule == "gain")
@@ -126,6 +135,12 @@ def step_rewards(plan: Plan, rewards: Mapping[int, Tensor], gain: bool) -> dict[
             raise ValueError(f"segment {transition} starts at states that are not scored: it has no gain")
         result[transition] = values
     return result
+
+
+def _summed(scores: Tensor, weights: Tensor) -> Tensor:
+    """[R, P, W] to [1, P, W]; a weight of 0 leaves its reward out, missing scores and all."""
+    there = weights != 0
+    return (scores[there] * weights[there].to(scores).view(-1, 1, 1)).sum(0, keepdim=True)
 
 
 def _weighted(plan: Plan, leaf: int, rewards: Mapping[int, Tensor], weights: Tensor) -> Tensor:

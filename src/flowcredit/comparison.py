@@ -115,6 +115,34 @@ def compare(before: Evaluation, after: Evaluation | None) -> list[ComparisonRow]
     return lines
 
 
+def alarms(before: Evaluation, after: Evaluation, trained: Sequence[str]) -> list[str]:
+    """A line for each reward that is only watched and falls while a trained one rises, as a hacked one does.
+
+    Both changes lie beyond two standard errors over the prompts.
+    """
+    changes = {name: paired_change(before, after, name) for name in before.scores if name in after.scores}
+    risen = [name for name in trained if name in changes and moved(changes[name]) > 0]
+    if not risen:
+        return []
+    return [
+        f"alarm: held-out {name}, not trained, fell by {format_summary(_negative(change))} while"
+        f" {', '.join(risen)} rose: look at the images, the trained reward may be hacked"
+        for name, change in changes.items()
+        if name not in trained and moved(change) < 0
+    ]
+
+
+def moved(change: Summary) -> int:
+    """1, -1, or 0 where the change lies within two standard errors or has none."""
+    if not abs(change.mean) > 2 * change.standard_error:
+        return 0
+    return 1 if change.mean > 0 else -1
+
+
+def _negative(change: Summary) -> Summary:
+    return Summary(-change.mean, change.standard_error, change.count, change.missing)
+
+
 def evaluation_table(before: Evaluation, after: Evaluation | None = None) -> Table:
     """The comparison as a table for the console; with ``before`` alone, its means."""
     table = Table(
@@ -171,7 +199,4 @@ def moment(evaluation: Evaluation) -> str:
 
 
 def _styled_change(change: Summary) -> Text:
-    certain = abs(change.mean) > 2 * change.standard_error
-    return Text(
-        format_summary(change, signed=True), "" if not certain else "green" if change.mean > 0 else "red"
-    )
+    return Text(format_summary(change, signed=True), {1: "green", -1: "red", 0: ""}[moved(change)])

@@ -116,7 +116,8 @@ class RewardSettings(WatchedReward):
     """A reward that is trained."""
 
     weight: Annotated[Number, Field(ge=-1e6, le=1e6)] = 1.0
-    """Factor on this reward's advantages before rewards are added; 1 as in G²RPO."""
+    """Factor on this reward's advantages before rewards are added (`train.reward_weights_on`); 1 as in
+    G²RPO."""
 
 
 class RolloutSettings(Section):
@@ -172,6 +173,9 @@ class TrainSettings(Section):
     """Compute activations anew in the backward, for less memory and more time; off, as small models need."""
     ema_decay: Fraction = 0.0
     """Decay of the weights' moving average, which is then evaluated and exported; 0, off, as in G²RPO."""
+    reward_weights_on: Literal["advantages", "rewards"] = "advantages"
+    """What the rewards' weights multiply before they are added: each reward's `advantages`, so that none
+    dominates by its unit (G²RPO), or the `rewards` themselves, whose sum is then normalised."""
     kl_weight: NonNegative = 0.0
     """Weight β of the KL divergence of each trained step from the model before training; 0, none, as in
     G²RPO (DenseGRPO and Flow-GRPO take 0.01 to 0.04)."""

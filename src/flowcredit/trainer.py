@@ -15,10 +15,11 @@ from torch import Tensor
 from flowcredit.advantages import credit_steps
 from flowcredit.assembly import Setup, assemble, build_grid
 from flowcredit.checkpoint import latest_checkpoint, optimizer_tensors, restore_optimizer, save_checkpoint
+from flowcredit.comparison import alarms, evaluation_table, summarise
 from flowcredit.config import Recipe
 from flowcredit.console import Monitor
 from flowcredit.errors import InputError
-from flowcredit.evaluate import evaluate, evaluation_table, summarise
+from flowcredit.evaluate import evaluate
 from flowcredit.evaluation_files import load_evaluation, save_evaluation
 from flowcredit.export import export_weights
 from flowcredit.interfaces import Conditioning, ReadsLimitedText
@@ -221,7 +222,13 @@ def _iterate(setup: Setup, progress: Progress, monitor: Monitor, check: Callable
     check()
     credit = setup.algorithm.credit
     advantages = credit_steps(
-        setup.algorithm.plan, scores, setup.reward_weights, credit.rule, credit.combine, credit.clamp
+        setup.algorithm.plan,
+        scores,
+        setup.reward_weights,
+        credit.rule,
+        credit.combine,
+        credit.clamp,
+        recipe.train.reward_weights_on,
     )
     rate = learning_rate(recipe.train, iteration)
     for group in progress.optimizer.param_groups:
@@ -310,6 +317,10 @@ def _evaluate_if_due(
     save_evaluation(result, folder.path)
     means = "  ".join(f"{name} {summarise(scores).mean:.4f}" for name, scores in result.scores.items())
     monitor.say(f"held-out at iteration {progress.iteration}: {means}")
+    if progress.iteration:
+        before, _ = load_evaluation(folder.evaluation(0))
+        for line in alarms(before, result, tuple(setup.rewards)):
+            monitor.say(line)
 
 
 def _averaged(setup: Setup, progress: Progress) -> AbstractContextManager[None]:

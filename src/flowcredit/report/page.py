@@ -11,7 +11,7 @@ from typing import Any
 
 from PIL import Image
 
-from flowcredit.comparison import ComparisonRow, Summary, compare, format_summary, moment
+from flowcredit.comparison import ComparisonRow, Summary, alarms, compare, format_summary, moment, moved
 from flowcredit.console import duration
 from flowcredit.image_grid import Layout, tile_box
 from flowcredit.report.diagnosis_files import described, diagnosis_of_run, pictures
@@ -41,7 +41,7 @@ def build_report(run_dir: Path) -> Path:
     page = environment.get_template("page.html.j2").render(
         name=data.name,
         status=_status(data),
-        notes=[*data.notes, *_absences(data, before, after)],
+        notes=[*data.notes, *_absences(data, before, after), *_alarms(data, before, after)],
         facts=_facts(data),
         table=_table(data, before, after),
         pairs=_pairs(data, before, after),
@@ -65,6 +65,12 @@ def _status(data: RunData) -> str:
     if seconds and math.isfinite(seconds[-1]):
         done += f" in {duration(seconds[-1])}"
     return done if data.iterations >= data.planned else f"unfinished: {done}"
+
+
+def _alarms(data: RunData, before: Snapshot | None, after: Snapshot | None) -> list[str]:
+    if before is None or after is None:
+        return []
+    return alarms(before.evaluation, after.evaluation, data.trained)
 
 
 def _absences(data: RunData, before: Snapshot | None, after: Snapshot | None) -> list[str]:
@@ -186,9 +192,7 @@ def _line(line: ComparisonRow, role: str) -> _Line:
 
 def _direction(change: Summary) -> str:
     """Up or down where the change is beyond two standard errors."""
-    if not abs(change.mean) > 2 * change.standard_error:
-        return "same"
-    return "up" if change.mean > 0 else "down"
+    return {1: "up", -1: "down", 0: "same"}[moved(change)]
 
 
 @dataclass(frozen=True)
