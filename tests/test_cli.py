@@ -180,10 +180,18 @@ def test_evaluate_takes_a_recipe_or_a_run(run: Run, stub: Any) -> None:
     run_dir = make_run("out/small", "seed=5")
     assert run("evaluate", "small.yaml")[0] == 0
     assert run("evaluate", "out/small", "evaluation.prompts=7", "--out", "scores.json")[0] == 0
+    code, out, _ = run("evaluate", "small.yaml", "--steps", "10", "--steps", "20", "--beside", "g2rpo_steps")
+    assert code == 0
+    row = next(line.split() for line in out.splitlines() if "G²RPO, 10 steps" in line)
+    assert row[-5:] == ["0.378", "0.408", "0.235", "1.519", "3.805"]
     assert calls == [
-        (load_recipe("small.yaml"), None, None),
-        (load_recipe("small.yaml", ["seed=5", "evaluation.prompts=7"]), run_dir, Path("scores.json")),
+        (load_recipe("small.yaml"), None, None, ()),
+        (load_recipe("small.yaml", ["seed=5", "evaluation.prompts=7"]), run_dir, Path("scores.json"), ()),
+        (load_recipe("small.yaml"), None, None, [10, 20]),
     ]
+    code, _, err = run("evaluate", "small.yaml", "--beside", "g3rpo")
+    assert code == 2
+    assert "--beside g3rpo: no such table; expected one of g2rpo, " in err
     Path("scores.json").write_text("{}", encoding="utf-8")
     code, _, err = run("evaluate", "small.yaml", "--out", "scores.json")
     assert code == 2

@@ -357,6 +357,13 @@ def test_evaluate_command_scores_a_recipe_and_a_run(
     assert base.scores[name] != trained.scores[name]
     printed = capsys.readouterr().out
     assert f"{summarise(trained.scores[name]).mean:.3f}" in printed
+    evaluate_command(recipe, run_dir, tmp_path / "steps.json", num_steps=(2, 5, 2))
+    by_steps = json.loads((tmp_path / "steps.json").read_text())["steps"]
+    assert list(by_steps) == ["2", "5"]
+    assert by_steps["2"]["rewards"][name]["scores"] == pytest.approx(trained.scores[name], abs=1e-6)
+    assert by_steps["5"]["rewards"][name]["mean"] != by_steps["2"]["rewards"][name]["mean"]
+    header = next(line for line in capsys.readouterr().out.splitlines() if "5 steps" in line)
+    assert header.split() == ["reward", "2", "steps", "5", "steps"]
     (run_dir / "checkpoints" / "000005" / "weights.safetensors").write_bytes(b"")
     with pytest.raises(InputError, match=r"run: no whole checkpoint; .*weights\.safetensors"):
         evaluate_command(recipe, run_dir, None)

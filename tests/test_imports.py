@@ -14,7 +14,7 @@ PACKAGE = ROOT / "src" / "flowcredit"
 
 FLOORS = (
     ("errors",),
-    ("text_file", "yaml_lines", "sections", "shapes", "image_grid", "console"),
+    ("text_file", "yaml_lines", "sections", "shapes", "image_grid", "console", "published"),
     ("methods",),
     ("config",),
     ("recipe_io", "prompt_files", "noise_table"),
@@ -45,6 +45,7 @@ LIGHT = (
     "yaml_lines",
     "sections",
     "methods",
+    "published",
     "config",
     "recipe_io",
     "prompt_files",

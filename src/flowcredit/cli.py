@@ -7,8 +7,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+from rich.console import Console
 
 from flowcredit.errors import InputError
+from flowcredit.published import PUBLISHED, published_table
 
 if TYPE_CHECKING:
     from flowcredit.config import Recipe
@@ -136,19 +138,41 @@ def evaluate(
         Path | None,
         typer.Option(metavar="FILE", help="Also write every score to this JSON file.", show_default=False),
     ] = None,
+    steps: Annotated[
+        list[int] | None,
+        typer.Option(
+            metavar="N",
+            min=1,
+            max=1000,
+            help="Sampling steps; give several for a column each.",
+            show_default=False,
+        ),
+    ] = None,
+    beside: Annotated[
+        str | None,
+        typer.Option(
+            metavar="PAPER", help=f"Also print a paper's table: {', '.join(PUBLISHED)}.", show_default=False
+        ),
+    ] = None,
 ) -> None:
     """Score the images of held-out prompts: the model of a recipe, or what a run made of it.
 
     [cyan]flowcredit evaluate recipes/shapes_g2rpo.yaml[/cyan]
 
     [cyan]flowcredit evaluate runs/shapes-g2rpo evaluation.prompts=400 --out scores.json[/cyan]
+
+    [cyan]flowcredit evaluate runs/flux --steps 10 --steps 20 --beside g2rpo_steps[/cyan]
     """
     settings, run_dir = _open(source, overrides)
     if out is not None:
         _refuse_existing(out, "scores are not written over")
+    if beside is not None and beside not in PUBLISHED:
+        raise InputError(f"--beside {beside}: no such table; expected one of {', '.join(PUBLISHED)}")
     from flowcredit.evaluate import evaluate_command
 
-    evaluate_command(settings, run_dir, out)
+    evaluate_command(settings, run_dir, out, steps or ())
+    if beside is not None:
+        Console().print(published_table(beside))
 
 
 @app.command()

@@ -165,6 +165,24 @@ def evaluation_table(before: Evaluation, after: Evaluation | None = None) -> Tab
     return table
 
 
+def steps_table(results: Mapping[int, Evaluation]) -> Table:
+    """Evaluations of one model by number of sampling steps, a column each, for the console."""
+    evaluations = list(results.values())
+    table = Table(
+        title=f"Held-out, {len(evaluations[0].prompts)} prompts, by sampling steps (± standard error)",
+        title_justify="left",
+        title_style="bold",
+        box=SIMPLE_HEAD,
+    )
+    table.add_column("reward", overflow="fold")
+    for steps in results:
+        table.add_column(f"{steps} steps", justify="right")
+    for lines in zip(*(compare(each, None) for each in evaluations), strict=True):
+        name = lines[0].reward if lines[0].group is None else f"  {lines[0].group}"
+        table.add_row(name, *(format_summary(line.before) for line in lines))
+    return table
+
+
 def format_summary(summary: Summary, *, error: bool = True, signed: bool = False) -> str:
     """A mean with three decimals, its error, and how many scores are missing."""
     if summary.count == 0:

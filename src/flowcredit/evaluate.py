@@ -16,7 +16,7 @@ import torch
 from rich.console import Console
 from torch import Tensor
 
-from flowcredit.comparison import Evaluation, evaluation_table, summarise
+from flowcredit.comparison import Evaluation, evaluation_table, steps_table, summarise
 from flowcredit.config import EvaluationSettings, Recipe, ScoringSettings
 from flowcredit.errors import InputError
 from flowcredit.image_grid import save_grid, save_image
@@ -129,11 +129,14 @@ def evaluate(
     )
 
 
-def evaluate_command(recipe: Recipe, run_dir: Path | None, out: Path | None) -> None:
+def evaluate_command(
+    recipe: Recipe, run_dir: Path | None, out: Path | None, num_steps: Sequence[int] = ()
+) -> None:
     """Evaluate a recipe's model, or with ``run_dir`` what that run made of it; print the table.
 
-    ``out``: file for every score, as JSON. Raises InputError as `evaluate` does, and for a run that has
-    no finished iteration.
+    ``num_steps``: numbers of sampling steps, a column each; the recipe's own by default. ``out``: file for
+    every score, as JSON; with several numbers of steps an object of them. Raises InputError as `evaluate`
+    does, and for a run that has no finished iteration.
     """
     from flowcredit.assembly import build_grid, build_model, build_rewards, device_of
     from flowcredit.evaluation_files import to_json
@@ -144,24 +147,31 @@ def evaluate_command(recipe: Recipe, run_dir: Path | None, out: Path | None) -> 
     rewards = {**build_rewards(recipe.rewards, device), **build_rewards(recipe.watch, device)}
     check_columns(rewards, heldout.columns, heldout.source)
     model = build_model(recipe)
-    steps = recipe.evaluation.num_steps or recipe.algorithm.num_steps
-    grid = build_grid(recipe.grid, model, steps)
-    total = min(len(heldout), recipe.evaluation.prompts) * steps
+    chosen = tuple(dict.fromkeys(num_steps)) or (recipe.evaluation.num_steps or recipe.algorithm.num_steps,)
+    total = min(len(heldout), recipe.evaluation.prompts) * sum(chosen)
     console = Console()
+    results = {}
     with weights_of(model, run_dir) as iteration, _bar(console, "evaluating", total) as advance:
-        result = evaluate(
-            model,
-            heldout,
-            rewards,
-            recipe.evaluation,
-            grid,
-            scoring=recipe.scoring,
-            iteration=iteration,
-            progress=advance,
-        )
-    console.print(evaluation_table(result))
+        for steps in chosen:
+            results[steps] = evaluate(
+                model,
+                heldout,
+                rewards,
+                recipe.evaluation,
+                build_grid(recipe.grid, model, steps),
+                scoring=recipe.scoring,
+                iteration=iteration,
+                progress=advance,
+            )
+    alone = results[chosen[0]] if len(chosen) == 1 else None
+    console.print(steps_table(results) if alone is None else evaluation_table(alone))
     if out is not None:
-        write_text(out, json.dumps(to_json(result), indent=1, allow_nan=False) + "\n")
+        content = (
+            {"steps": {str(steps): to_json(result) for steps, result in results.items()}}
+            if alone is None
+            else to_json(alone)
+        )
+        write_text(out, json.dumps(content, indent=1, allow_nan=False) + "\n")
         console.print(f"scores: {out}", highlight=False, soft_wrap=True)
 
 
