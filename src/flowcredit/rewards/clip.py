@@ -81,10 +81,15 @@ def clip_score(
 ) -> ClipScore:
     """A ``CLIPModel`` with the tokenizer of a folder, frozen, in float32 and on the device."""
     text = model.config.text_config
+    words = load_tokenizer(tokenizer, text.vocab_size)
+    # The text encoder looks for the end token; old configurations say 2 and mean the largest number.
+    if text.eos_token_id not in (2, words.eos_token_id):
+        raise InputError(
+            f"{tokenizer}: its tokenizer ends a text with token {words.eos_token_id}, but the model expects "
+            f"{text.eos_token_id}; expected the tokenizer that belongs to the model"
+        )
     ready = model.float().to(device).eval().requires_grad_(False)
-    return ClipScore(
-        ready, load_tokenizer(tokenizer, text.vocab_size), preprocessing, text.max_position_embeddings, device
-    )
+    return ClipScore(ready, words, preprocessing, text.max_position_embeddings, device)
 
 
 def load_clip_model(folder: Path) -> Any:

@@ -86,6 +86,14 @@ _REGISTERED: Mapping[str, _Registered] = {
         "load_clip_score",
         {"path": "the folder of a transformers CLIPModel, or 'bundled:shapes-clip'"},
     ),
+    "hps": _Registered(
+        "hps",
+        "load_hps",
+        {
+            "path": "HPS_v2.1_compressed.pt, or the folder of HPS as a transformers CLIPModel",
+            "tokenizer": "the folder of CLIP's tokenizer in transformers' layout",
+        },
+    ),
     "pickscore": _Registered(
         "pickscore",
         "load_pickscore",
