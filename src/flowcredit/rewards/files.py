@@ -135,21 +135,25 @@ def linear_head(tensors: Tensors, prefix: str, file: Path) -> nn.Sequential:
 
     Their numbers leave room for the dropout of training, which is off here. The sizes are the tensors' own.
     """
-    numbers = (0, 2, 4, 6, 7)
-    shapes = [shape_of(tensors, f"{prefix}{number}.weight", 2, file) for number in numbers]
-    head = nn.Sequential(*(nn.Linear(inputs, outputs) for outputs, inputs in shapes))
-    sources: dict[str, Source] = {
+    shapes = [shape_of(tensors, f"{prefix}{number}.weight", 2, file) for number in _HEAD_LAYERS]
+    sizes = [shapes[0][1], *(outputs for outputs, _ in shapes)]
+    if sizes[-1] != 1:
+        raise InputError(f"{file}: its last layer gives {sizes[-1]} numbers; expected one, the score")
+    head = nn.Sequential(*(nn.Linear(sizes[place], sizes[place + 1]) for place in range(len(shapes))))
+    head.load_state_dict(gather(head.state_dict(), tensors, head_sources(prefix), file))
+    return head.requires_grad_(False).eval()
+
+
+def head_sources(prefix: str) -> dict[str, Source]:
+    """Where the weights of `linear_head` lie in a checkpoint."""
+    return {
         f"{place}.{kind}": (f"{prefix}{number}.{kind}", torch.clone)
-        for place, number in enumerate(numbers)
+        for place, number in enumerate(_HEAD_LAYERS)
         for kind in ("weight", "bias")
     }
-    mine = {name: tensor for name, tensor in tensors.items() if name.startswith(prefix)}
-    head.load_state_dict(gather(head.state_dict(), mine, sources, file))
-    chain = [shapes[0][1], *(outputs for outputs, _ in shapes)]
-    if chain != [*(inputs for _, inputs in shapes), 1]:
-        sizes = ", ".join(f"{inputs}-{outputs}" for outputs, inputs in shapes)
-        raise InputError(f"{file}: layers of the sizes {sizes}; expected a chain that ends in 1")
-    return head.requires_grad_(False).eval()
+
+
+_HEAD_LAYERS = (0, 2, 4, 6, 7)
 
 
 def need_module(name: str, reward: str, extra: str) -> ModuleType:

@@ -86,6 +86,14 @@ _REGISTERED: Mapping[str, _Registered] = {
         "load_clip_score",
         {"path": "the folder of a transformers CLIPModel, or 'bundled:shapes-clip'"},
     ),
+    "aesthetic": _Registered(
+        "aesthetic",
+        "load_aesthetic",
+        {
+            "path": "the folder of CLIP ViT-L/14 as a transformers CLIPModel",
+            "head": "sac+logos+ava1-l14-linearMSE.pth, or the same as .safetensors",
+        },
+    ),
     "hps": _Registered(
         "hps",
         "load_hps",
