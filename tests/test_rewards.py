@@ -7,20 +7,19 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
-from PIL import Image
 from torch import Tensor
-from transformers import CLIPConfig, CLIPModel
+from transformers import CLIPModel
 from transformers.models.clip.tokenization_clip import CLIPTokenizer
 
 from flowcredit.errors import InputError
 from flowcredit.rewards import load_reward, required_columns
-from flowcredit.rewards.clip import ClipScore, load_clip_score, read_preprocessing
+from flowcredit.rewards.clip import ClipScore, load_clip_score
+from flowcredit.rewards.preprocessing import read_preprocessing
 from flowcredit.scoring import check_columns, columns_of, score_images
+from tiny_clip import CONTEXT, as_pil, make_clip, processor, write_preprocessor
 
-CONTEXT = 12
 PROMPTS = [
     "a red circle",
     "two blue squares",
@@ -144,53 +143,9 @@ def test_shapes_scores_a_true_render_above_a_wrong_one() -> None:
     assert exact.tolist() == [1.0, 0.0]
 
 
-def byte_symbols() -> list[str]:
-    """The 256 printable stand-ins for bytes that byte-level BPE vocabularies are made of."""
-    kept = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    others = [byte for byte in range(256) if byte not in kept]
-    return [chr(code) for code in [*kept, *(256 + i for i in range(len(others)))]]
-
-
 @pytest.fixture(scope="module")
 def clip_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("clip")
-    symbols = byte_symbols()
-    words = [*symbols, *(s + "</w>" for s in symbols), "<|startoftext|>", "<|endoftext|>"]
-    tokenizer = CLIPTokenizer(vocab={word: i for i, word in enumerate(words)}, merges=[])
-    tokenizer.save_pretrained(folder)
-    tower = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
-    ids = {name: getattr(tokenizer, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
-    torch.manual_seed(0)
-    config = CLIPConfig(
-        text_config={**tower, **ids, "vocab_size": len(words), "max_position_embeddings": CONTEXT},
-        vision_config={**tower, "image_size": 24, "patch_size": 8},
-        projection_dim=8,
-    )
-    CLIPModel(config).eval().save_pretrained(folder)
-    write_preprocessor(folder, {"size": {"shortest_edge": 24}, "crop_size": {"height": 24, "width": 24}})
-    return folder
-
-
-def write_preprocessor(folder: Path, config: dict[str, Any]) -> None:
-    """The file as transformers writes it: CLIP's defaults beside the given entries."""
-    processor(config).save_pretrained(folder)
-
-
-def processor(config: dict[str, Any]) -> Any:
-    """Transformers' own processor that works through Pillow; its name differs between versions 4 and 5."""
-    try:
-        from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
-
-        return CLIPImageProcessorPil(**config)
-    except ImportError:
-        from transformers.models.clip.image_processing_clip import CLIPImageProcessor
-
-        return CLIPImageProcessor(**config)
-
-
-def as_pil(images: Tensor) -> list[Image.Image]:
-    pixels = (images * 255).round().to(torch.uint8).permute(0, 2, 3, 1).numpy()
-    return [Image.fromarray(np.ascontiguousarray(image)) for image in pixels]
+    return make_clip(tmp_path_factory.mktemp("clip"))
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ import inspect
 import os
 import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, cast
 
 import torch
@@ -38,7 +39,7 @@ def load_reward(name: str, options: Options, device: torch.device | str) -> Rewa
     """
     where = torch.device(device)
     if name in _REGISTERED:
-        return _REGISTERED[name](options, where)
+        return _load_registered(name, options, where)
     if ":" in name:
         return _load_own(name, options, where)
     raise InputError(
@@ -68,33 +69,59 @@ def take_options(reward: str, options: Options, known: Collection[str]) -> Optio
     return options
 
 
-def _shapes(exact: bool, name: str) -> Callable[[Options, torch.device], Reward]:
-    def build(options: Options, device: torch.device) -> Reward:
-        from flowcredit.rewards.shapes import ShapesReward
+@dataclass(frozen=True)
+class _Registered:
+    """A reward of this room: the function that makes it, and its options with what each of them is."""
 
-        take_options(name, options, ())
-        return cast(Reward, ShapesReward(exact=exact))
-
-    return build
-
-
-def _clip(options: Options, device: torch.device) -> Reward:
-    from flowcredit.rewards.clip import load_clip_score
-
-    known = take_options("clip", options, ("path",))
-    if not isinstance(known.get("path"), str):
-        raise InputError(
-            "reward 'clip' needs the option 'path': the folder of a transformers CLIPModel, or "
-            "'bundled:shapes-clip'"
-        )
-    return cast(Reward, load_clip_score(known["path"], device))
+    module: str
+    function: str
+    options: Mapping[str, str] = field(default_factory=dict)
 
 
-_REGISTERED: Mapping[str, Callable[[Options, torch.device], Reward]] = {
-    "shapes": _shapes(exact=False, name="shapes"),
-    "shapes_exact": _shapes(exact=True, name="shapes_exact"),
-    "clip": _clip,
+_REGISTERED: Mapping[str, _Registered] = {
+    "shapes": _Registered("shapes", "load_graded"),
+    "shapes_exact": _Registered("shapes", "load_exact"),
+    "clip": _Registered(
+        "clip",
+        "load_clip_score",
+        {"path": "the folder of a transformers CLIPModel, or 'bundled:shapes-clip'"},
+    ),
+    "aesthetic": _Registered(
+        "aesthetic",
+        "load_aesthetic",
+        {
+            "path": "the folder of CLIP ViT-L/14 as a transformers CLIPModel",
+            "head": "sac+logos+ava1-l14-linearMSE.pth, or the same as .safetensors",
+        },
+    ),
+    "hps": _Registered(
+        "hps",
+        "load_hps",
+        {
+            "path": "HPS_v2.1_compressed.pt, or the folder of HPS as a transformers CLIPModel",
+            "tokenizer": "the folder of CLIP's tokenizer in transformers' layout",
+        },
+    ),
+    "pickscore": _Registered(
+        "pickscore",
+        "load_pickscore",
+        {"path": "the folder of PickScore's CLIPModel", "processor": "the folder of its processor"},
+    ),
 }
+
+
+def _load_registered(name: str, options: Options, device: torch.device) -> Reward:
+    """Call the reward's function; its parameters say which options must be given, and of which type."""
+    entry = _REGISTERED[name]
+    take_options(name, options, entry.options)
+    make = vars(importlib.import_module(f"flowcredit.rewards.{entry.module}"))[entry.function]
+    parameters = inspect.signature(make).parameters
+    for option, meaning in entry.options.items():
+        if option not in options and parameters[option].default is inspect.Parameter.empty:
+            raise InputError(f"reward {name!r} needs the option {option!r}: {meaning}")
+        if option in options and not isinstance(options[option], parameters[option].annotation):
+            raise InputError(f"reward {name!r}: option {option!r} is {options[option]!r}; expected {meaning}")
+    return cast(Reward, make(device=device, **options))
 
 
 def _load_own(name: str, options: Options, device: torch.device) -> Reward:
