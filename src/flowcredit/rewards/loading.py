@@ -94,6 +94,15 @@ _REGISTERED: Mapping[str, _Registered] = {
             "head": "sac+logos+ava1-l14-linearMSE.pth, or the same as .safetensors",
         },
     ),
+    "geneval": _Registered(
+        "geneval",
+        "load_geneval",
+        {
+            "detector": "the folder of a transformers object detector for COCO's classes, such as YOLOS",
+            "clip": "the folder of CLIP ViT-L/14 as a transformers CLIPModel, for colours",
+            "graded": "true for a score by degrees as in Flow-GRPO, false for GenEval's 1 or 0",
+        },
+    ),
     "hps": _Registered(
         "hps",
         "load_hps",
