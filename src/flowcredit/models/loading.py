@@ -15,6 +15,7 @@ from flowcredit.interfaces import FlowModel
 
 ADAPTERS: Mapping[str, str] = {
     "FluxPipeline": "flowcredit.models.flux:FluxFlow",
+    "QwenImagePipeline": "flowcredit.models.qwen_image:QwenImageFlow",
     "StableDiffusion3Pipeline": "flowcredit.models.sd3:SD3Flow",
 }
 """The ``_class_name`` of a model_index.json to the adapter for it, as "module:class"."""

@@ -142,11 +142,11 @@ def _check_size(name: str, pixels: int, unit: int) -> None:
         )
 
 
-def encode_in_batches(encode: Callable[[list[str]], Conditioning], prompts: Sequence[str]) -> Conditioning:
-    """``encode`` on ENCODE_BATCH prompts at a time, its tensors joined along the rows."""
-    chunks = [
-        encode(list(prompts[start : start + ENCODE_BATCH])) for start in range(0, len(prompts), ENCODE_BATCH)
-    ]
+def encode_in_batches(
+    encode: Callable[[list[str]], Conditioning], prompts: Sequence[str], size: int = ENCODE_BATCH
+) -> Conditioning:
+    """``encode`` on ``size`` prompts at a time, its tensors joined along the rows."""
+    chunks = [encode(list(prompts[start : start + size])) for start in range(0, len(prompts), size)]
     return {name: torch.cat([chunk[name] for chunk in chunks]) for name in chunks[0]}
 
 
