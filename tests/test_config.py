@@ -302,7 +302,8 @@ def test_every_number_is_bounded_and_no_text_is_empty(section: type[Section]) ->
         if (int in rules or float in rules) and name != "train_steps":
             assert any(isinstance(rule, Ge | Gt) for rule in rules), f"{name} has no lower bound"
             assert any(isinstance(rule, Le | Lt) for rule in rules), f"{name} has no upper bound"
-        if str in rules and name != "options":
+        # An empty negative prompt is one, and the usual.
+        if str in rules and name not in {"options", "negative_prompt"}:
             pattern = any(getattr(rule, "pattern", None) for rule in rules)
             assert pattern or any(isinstance(rule, MinLen) for rule in rules), f"{name} may be empty"
 

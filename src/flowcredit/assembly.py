@@ -113,13 +113,14 @@ def build_model(recipe: Recipe) -> PipelineFlow:
         decode_batch_size=settings.decode_batch_size,
         network_dtype=frozen if weights.method == "lora" else torch.float32,
         autocast=torch.bfloat16 if train.mixed_precision == "bf16" else None,
+        negative_prompt=settings.negative_prompt,
     )
     prepare_weights(
         model.network,
         weights.method,
         rank=weights.rank,
         alpha=weights.alpha,
-        targets=weights.targets,
+        targets=model.lora_targets if weights.targets is None else weights.targets,
         seed=recipe.seed,
     )
     if train.gradient_checkpointing:

@@ -40,9 +40,12 @@ class ModelSettings(Section):
     width: Pixels = 720
     """Image width in pixels; 720 as in G²RPO's runs."""
     guidance_scale: Annotated[Number, Field(ge=0, le=100)] = 3.5
-    """Guidance, in rollout, training and evaluation alike; 3.5 as in G²RPO's runs."""
+    """Guidance, in rollout, training and evaluation alike; 3.5 as in G²RPO's runs. Embedded for FLUX.1;
+    classifier-free elsewhere, where 1 and less mean none."""
+    negative_prompt: Annotated[str, Field(max_length=10_000)] = ""
+    """Text that classifier-free guidance leads away from; empty as in diffusers' pipelines."""
     max_sequence_length: Annotated[Whole, Field(ge=1, le=4096)] = 512
-    """Tokens of the long text encoder (T5); 512 as in diffusers' FluxPipeline."""
+    """Tokens of the long text encoder (T5, Qwen); 512 as in diffusers' FluxPipeline (256 in that of SD3)."""
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
     """Storage type of what is not trained (text encoders, VAE, the base under LoRA); bfloat16 as FLUX.1-dev
     is published. Trained weights are float32."""
@@ -204,9 +207,10 @@ class WeightSettings(Section):
     """Rank of the adapters, for `lora` alone; 64 as in Flow-GRPO on FLUX.1-dev."""
     alpha: Positive = 128.0
     """Adapters count alpha / rank times, for `lora` alone; 128 as in Flow-GRPO on FLUX.1-dev."""
-    targets: Annotated[tuple[Text, ...], Field(min_length=1)] = ("to_q", "to_k", "to_v", "to_out.0")
-    """Ends of the names of the layers with adapters, for `lora` alone; the attention's projections, as in
-    the LoRA scripts of diffusers."""
+    targets: Annotated[tuple[Text, ...], Field(min_length=1)] | None = None
+    """Ends of the names of the layers with adapters, for `lora` alone; by default the attention's
+    projections to_q, to_k, to_v and to_out.0, as in the LoRA scripts of diffusers, and for SD3 and
+    Qwen-Image the further layers that Flow-GRPO's scripts name."""
 
 
 class EvaluationSettings(Section):

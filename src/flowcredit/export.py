@@ -35,29 +35,29 @@ def export_weights(model: PipelineFlow, folder: str | Path, *, overwrite: bool =
 
 
 def _is_lora(model: PipelineFlow) -> bool:
-    return any(".lora_" in name for name, _ in model.pipeline.transformer.named_parameters())
+    return any(".lora_" in name for name, _ in model.network.named_parameters())
 
 
 def _write_lora(model: PipelineFlow, folder: Path) -> None:
     from peft import get_peft_model_state_dict
 
-    network = model.pipeline.transformer
-    model.pipeline.save_lora_weights(
-        folder,
-        transformer_lora_layers=get_peft_model_state_dict(network),
-        transformer_lora_adapter_metadata=network.peft_config["default"].to_dict(),
-        weight_name=LORA_FILE,
-    )
+    network = model.pipeline.components[model.part]
+    layers = {
+        f"{model.part}_lora_layers": get_peft_model_state_dict(network),
+        f"{model.part}_lora_adapter_metadata": network.peft_config["default"].to_dict(),
+    }
+    model.pipeline.save_lora_weights(folder, weight_name=LORA_FILE, **layers)
 
 
 def _write_pipeline(model: PipelineFlow, folder: Path) -> None:
+    part = model.part
     for name in components(model.source):
-        if name != "transformer":
+        if name != part:
             shutil.copytree(model.source / name, folder / name)
     shutil.copyfile(model.source / "model_index.json", folder / "model_index.json")
-    model.pipeline.transformer.save_pretrained(folder / "transformer")
+    model.pipeline.components[part].save_pretrained(folder / part)
     # Training changes no setting of the network; diffusers' own file would carry a path of this machine.
-    shutil.copyfile(model.source / "transformer" / "config.json", folder / "transformer" / "config.json")
+    shutil.copyfile(model.source / part / "config.json", folder / part / "config.json")
 
 
 def _write_whole(target: Path, write: Callable[[Path], None]) -> None:

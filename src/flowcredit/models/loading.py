@@ -13,7 +13,11 @@ import torch
 from flowcredit.errors import InputError
 from flowcredit.interfaces import FlowModel
 
-ADAPTERS: Mapping[str, str] = {"FluxPipeline": "flowcredit.models.flux:FluxFlow"}
+ADAPTERS: Mapping[str, str] = {
+    "FluxPipeline": "flowcredit.models.flux:FluxFlow",
+    "QwenImagePipeline": "flowcredit.models.qwen_image:QwenImageFlow",
+    "StableDiffusion3Pipeline": "flowcredit.models.sd3:SD3Flow",
+}
 """The ``_class_name`` of a model_index.json to the adapter for it, as "module:class"."""
 
 TOKENIZER_FILES = frozenset({"tokenizer.json", "vocab.json", "spiece.model"})
@@ -24,9 +28,13 @@ class PipelineFlow(FlowModel, Protocol):
     """A flow model that stands on a diffusers pipeline: what training needs beyond ``FlowModel``."""
 
     pipeline: Any
-    """The diffusers pipeline; its ``transformer`` is the trained network, unwrapped."""
+    """The diffusers pipeline; its component ``part`` is the trained network, unwrapped."""
     source: Path
     """The folder that the pipeline was loaded from."""
+    part: str
+    """The trained network's name in the pipeline, in its folder and in LoRA files: "transformer", "unet"."""
+    lora_targets: tuple[str, ...]
+    """Ends of the names of the layers that a LoRA adapts where the recipe names none."""
 
     def truncated(self, prompts: Sequence[str]) -> dict[str, int]:
         """How many prompts are longer than each text encoder reads."""
@@ -49,12 +57,15 @@ def load_model(
     decode_batch_size: int,
     network_dtype: torch.dtype = torch.float32,
     autocast: torch.dtype | None = None,
+    negative_prompt: str = "",
 ) -> PipelineFlow:
     """Load a pipeline folder as written by diffusers' ``save_pretrained``; no network access.
 
-    ``height`` and ``width`` are pixels, ``max_sequence_length`` T5 tokens, ``decode_batch_size``
-    images. ``dtype`` is that of the frozen parts, ``network_dtype`` that of the network: float32
-    unless only a LoRA on it is trained. ``autocast`` is the type that ``velocity`` computes in.
+    ``height`` and ``width`` are pixels, ``max_sequence_length`` tokens of the long text encoder,
+    ``decode_batch_size`` images. ``guidance_scale`` is embedded or classifier-free, as the family has it;
+    ``negative_prompt`` is for the latter alone. ``dtype`` is that of the frozen parts, ``network_dtype``
+    that of the network: float32 unless only a LoRA on it is trained. ``autocast`` is the type that
+    ``velocity`` computes in.
     Everything is frozen and in eval mode; ``weights.prepare_weights`` chooses what is trained.
 
     Raises InputError for a folder that is missing or incomplete, a pipeline class without an
@@ -71,12 +82,13 @@ def load_model(
     _check_components(folder, index)
     module, _, attribute = ADAPTERS[name].partition(":")
     with quiet_libraries():
-        adapter = getattr(importlib.import_module(module), attribute)
-        model: PipelineFlow = adapter.from_folder(
-            folder,
+        from flowcredit.models.pipelines import PipelineSettings
+
+        settings = PipelineSettings(
             height=height,
             width=width,
             guidance_scale=guidance_scale,
+            negative_prompt=negative_prompt,
             max_sequence_length=max_sequence_length,
             dtype=dtype,
             device=torch.device(device),
@@ -84,6 +96,8 @@ def load_model(
             network_dtype=network_dtype,
             autocast=autocast,
         )
+        adapter = getattr(importlib.import_module(module), attribute)
+        model: PipelineFlow = adapter.from_folder(folder, settings)
     return model
 
 
@@ -91,6 +105,13 @@ def components(folder: Path) -> tuple[str, ...]:
     """The subfolders of a pipeline folder that hold its parts, by its model_index.json."""
     return tuple(
         key for key, value in _read_index(folder).items() if isinstance(value, list) and value[0] is not None
+    )
+
+
+def absent_components(folder: Path) -> tuple[str, ...]:
+    """The parts that a pipeline folder lists as null, such as a T5 that was left out."""
+    return tuple(
+        key for key, value in _read_index(folder).items() if isinstance(value, list) and value[0] is None
     )
 
 

@@ -1,0 +1,278 @@
+"""What the adapters of diffusers' pipelines share: settings, checks, loading, grid, guidance, decoding.
+
+Axes: B rows in a batch, P prompts, C latent channels, h and w latent height and width, H and W image height
+and width in pixels, *D latent dimensions.
+"""
+
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from diffusers import FlowMatchEulerDiscreteScheduler
+from diffusers.pipelines.flux.pipeline_flux import calculate_shift
+from safetensors import SafetensorError
+from torch import Tensor
+
+from flowcredit.errors import InputError
+from flowcredit.interfaces import Conditioning
+from flowcredit.time_grid import check_grid
+
+ENCODE_BATCH = 32
+"""Prompts that the text encoders read at a time; bounds the memory of T5-XXL, not the result."""
+
+JOINT_ATTENTION = (
+    "attn.to_q",
+    "attn.to_k",
+    "attn.to_v",
+    "attn.to_out.0",
+    "attn.add_q_proj",
+    "attn.add_k_proj",
+    "attn.add_v_proj",
+    "attn.to_add_out",
+)
+"""LoRA's layers in blocks that attend over image and text together, as in Flow-GRPO's runs (arXiv 2505.05470)
+on SD3.5-M: the projections of both."""
+
+Predict = Callable[[Tensor, Tensor, Conditioning], Tensor]
+"""A network's own prediction: [B, *D] states, [B] sigmas and B rows of text to [B, *D]."""
+
+
+@dataclass(frozen=True)
+class PipelineSettings:
+    """How a pipeline folder is used; the arguments of ``models.loading.load_model``, in its words."""
+
+    height: int
+    width: int
+    guidance_scale: float
+    negative_prompt: str
+    max_sequence_length: int
+    dtype: torch.dtype
+    device: torch.device
+    decode_batch_size: int
+    network_dtype: torch.dtype
+    autocast: torch.dtype | None
+
+    @property
+    def guided(self) -> bool:
+        """Whether classifier-free guidance has an effect: above a scale of 1, as in diffusers."""
+        return self.guidance_scale > 1
+
+
+@dataclass(frozen=True)
+class Guidance:
+    """Classifier-free guidance (arXiv 2207.12598) in diffusers' convention: without + scale (with - without).
+
+    ``negative`` is the text of the negative prompt, one row.
+    """
+
+    scale: float
+    negative: Conditioning
+
+
+def load_pipeline(
+    kind: Any, folder: Path, settings: PipelineSettings, part: str, absent: Sequence[str] = ()
+) -> Any:
+    """``kind.from_pretrained`` on the settings' device, no network access; every part frozen, in eval mode.
+
+    ``part`` names the trained network, ``absent`` the parts that are not to be loaded. They stay in eval
+    mode: dropout would move the on-policy ratio away from 1.
+    Raises InputError for files that are missing, damaged or do not fit their config.
+    """
+    try:
+        pipeline = kind.from_pretrained(
+            folder,
+            dtype={"default": settings.dtype, part: settings.network_dtype},
+            local_files_only=True,
+            **dict.fromkeys(absent),
+        )
+    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise InputError(f"model {folder}: not loadable as a {kind.__name__}: {reason}") from error
+    for component in pipeline.components.values():
+        if isinstance(component, torch.nn.Module):
+            component.requires_grad_(False).eval()
+    if settings.autocast is not None:
+        _use_up_norm_warning()
+    return pipeline.to(settings.device)
+
+
+def check_flow_scheduler(scheduler: object, source: Path) -> None:
+    """InputError unless the pipeline samples a flow by Euler steps."""
+    if not isinstance(scheduler, FlowMatchEulerDiscreteScheduler):
+        raise InputError(
+            f"{source / 'scheduler'}: {type(scheduler).__name__}; expected FlowMatchEulerDiscreteScheduler"
+        )
+
+
+def check_settings(settings: PipelineSettings, *, unit: int, longest: int | None) -> None:
+    """InputError for sizes that are no multiples of ``unit`` pixels, and for other settings out of range.
+
+    ``longest`` is the most text tokens that the pipeline takes; None where it has one length only.
+    """
+    _check_size("height", settings.height, unit)
+    _check_size("width", settings.width, unit)
+    if longest is not None and not 1 <= settings.max_sequence_length <= longest:
+        raise InputError(
+            f"max_sequence_length is {settings.max_sequence_length} tokens; expected 1 to {longest}"
+        )
+    if settings.decode_batch_size < 1:
+        raise InputError(f"decode_batch_size is {settings.decode_batch_size}; expected at least 1")
+
+
+def check_negative_prompt(settings: PipelineSettings, *, used: bool) -> None:
+    """InputError for a negative prompt that nothing would read."""
+    if settings.negative_prompt and not used:
+        raise InputError(
+            f"negative_prompt is {settings.negative_prompt!r}, but this model reads none at guidance_scale"
+            f" {settings.guidance_scale:g}; expected an empty one, or classifier-free guidance above 1"
+        )
+
+
+def _check_size(name: str, pixels: int, unit: int) -> None:
+    if pixels < unit or pixels % unit != 0:
+        below = max(unit, pixels // unit * unit)
+        raise InputError(
+            f"{name} is {pixels} pixels; "
+            f"this model makes multiples of {unit}, such as {below} or {below + unit}"
+        )
+
+
+def encode_in_batches(
+    encode: Callable[[list[str]], Conditioning], prompts: Sequence[str], size: int = ENCODE_BATCH
+) -> Conditioning:
+    """``encode`` on ``size`` prompts at a time, its tensors joined along the rows."""
+    chunks = [encode(list(prompts[start : start + size])) for start in range(0, len(prompts), size)]
+    return {name: torch.cat([chunk[name] for chunk in chunks]) for name in chunks[0]}
+
+
+def count_truncated(limits: Mapping[str, tuple[Any, int]], prompts: Sequence[str]) -> dict[str, int]:
+    """How many prompts have more tokens than each (tokenizer, limit) keeps, by the encoder's name."""
+    return {
+        name: sum(len(ids) > limit for ids in tokenizer(list(prompts), verbose=False).input_ids)
+        for name, (tokenizer, limit) in limits.items()
+    }
+
+
+def both_predictions(
+    predict: Predict, x: Tensor, sigma: Tensor, cond: Conditioning, negative: Conditioning
+) -> tuple[Tensor, Tensor]:
+    """Predictions under the negative prompt and under the rows' own text, in one batch of twice the rows."""
+    rows = len(x)
+    both = {
+        name: torch.cat([negative[name].to(own.dtype).expand(rows, *own.shape[1:]), own])
+        for name, own in cond.items()
+    }
+    without, with_text = predict(torch.cat([x, x]), torch.cat([sigma, sigma]), both).chunk(2)
+    return without, with_text
+
+
+def guided_prediction(
+    predict: Predict, x: Tensor, sigma: Tensor, cond: Conditioning, guidance: Guidance | None
+) -> Tensor:
+    """The guided prediction; without guidance the network's own, in a batch of the rows alone."""
+    if guidance is None:
+        return predict(x, sigma, cond)
+    without, with_text = both_predictions(predict, x, sigma, cond, guidance.negative)
+    return without + guidance.scale * (with_text - without)
+
+
+def computing_in(settings: PipelineSettings) -> AbstractContextManager[Any]:
+    """Autocast to the settings' type, or none, whatever the caller's own.
+
+    Each weight is read once a call: a cache of cast weights would hold a second model in memory, and under a
+    caller's autocast it would outlive an optimizer step.
+    """
+    return torch.autocast(
+        settings.device.type,
+        dtype=settings.autocast,
+        enabled=settings.autocast is not None,
+        cache_enabled=False,
+    )
+
+
+def scheduler_grid(
+    scheduler: FlowMatchEulerDiscreteScheduler, source: Path, num_steps: int, tokens: int, *, given: bool
+) -> Tensor:
+    """The sigmas of the pipeline's own call for an image of so many tokens, [num_steps + 1] float64, 1 to 0.
+
+    Pipelines differ in what they hand to the scheduler: evenly spaced sigmas (``given``), or the number of
+    steps alone, which makes another grid. The shift is the scheduler's, dynamic where it asks for that.
+    Raises InputError if the scheduler's settings make a grid that does not fall from 1 to 0.
+    """
+    if num_steps < 1:
+        raise InputError(f"num_steps is {num_steps}; expected at least 1")
+    # A fresh scheduler: the pipeline's own changes with every call that someone makes of it.
+    fresh = FlowMatchEulerDiscreteScheduler.from_config(scheduler.config)
+    config = fresh.config
+    shift = calculate_shift(
+        tokens, config.base_image_seq_len, config.max_image_seq_len, config.base_shift, config.max_shift
+    )
+    # A terminal shift divides by zero at one step; the grid is checked below, in words.
+    with np.errstate(invalid="ignore", divide="ignore"):
+        if given:
+            fresh.set_timesteps(sigmas=np.linspace(1.0, 1 / num_steps, num_steps), mu=shift, device="cpu")
+        else:
+            fresh.set_timesteps(num_steps, mu=shift, device="cpu")
+    grid = fresh.sigmas.to(torch.float64)
+    # The shift of 1 is 1 in exact arithmetic; in float32 it can miss by a unit in the last place.
+    if abs(grid[0].item() - 1.0) < 1e-6:
+        grid[0] = 1.0
+    try:
+        return check_grid(grid)
+    except ValueError as error:
+        raise InputError(f"{source / 'scheduler'}: at {num_steps} steps {error}") from error
+
+
+def latent_noise(shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
+    """Standard normal float32, drawn on the generator's device, as the pipelines draw theirs."""
+    return torch.randn(shape, generator=generator, device=generator.device, dtype=torch.float32)
+
+
+@torch.no_grad()
+def decode_in_batches(decode: Callable[[Tensor], Tensor], x0: Tensor, size: int) -> Tensor:
+    """[B, *D] to [B, 3, H, W] float32 in [0, 1], ``size`` rows at a time; ``decode`` gives -1 to 1."""
+    images = [(decode(rows).to(torch.float32) / 2 + 0.5).clamp(0.0, 1.0) for rows in x0.split(size)]
+    return torch.cat(images)
+
+
+def decode_latents(vae: Any, latents: Tensor) -> Tensor:
+    """[B, C, h, w] latents of an AutoencoderKL to [B, 3, H, W] pixels in [-1, 1]."""
+    unscaled = latents.to(torch.float32) / vae.config.scaling_factor + (vae.config.shift_factor or 0.0)
+    return vae.decode(unscaled.to(vae.dtype), return_dict=False)[0]
+
+
+def set_checkpointing(network: Any, enabled: bool) -> None:
+    """Recompute a diffusers network's blocks in the backward pass instead of keeping activations, or not."""
+    if enabled:
+        network.enable_gradient_checkpointing()
+    else:
+        network.disable_gradient_checkpointing()
+
+
+def pack_latents(latents: Tensor) -> Tensor:
+    """[B, C, h, w] to [B, hw/4, 4C]: each 2x2 patch a token, its values in the order channel, row, column."""
+    batch, channels, height, width = latents.shape
+    patches = latents.reshape(batch, channels, height // 2, 2, width // 2, 2)
+    return patches.permute(0, 2, 4, 1, 3, 5).reshape(batch, height * width // 4, channels * 4)
+
+
+def unpack_latents(tokens: Tensor, height: int, width: int) -> Tensor:
+    """The inverse of ``pack_latents``; ``height`` and ``width`` are those of the latent image."""
+    batch, _, features = tokens.shape
+    patches = tokens.reshape(batch, height // 2, width // 2, features // 4, 2, 2)
+    return patches.permute(0, 3, 1, 4, 2, 5).reshape(batch, features // 4, height, width)
+
+
+def _use_up_norm_warning() -> None:
+    """Spend torch's one warning a process that a norm's float32 weight meets a reduced input.
+
+    Autocast over float32 weights is meant here, and a user could do nothing about the warning.
+    """
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        torch.nn.functional.rms_norm(torch.ones(1, dtype=torch.bfloat16), (1,), torch.ones(1))

@@ -1,0 +1,179 @@
+"""Qwen-Image: any folder of diffusers' QwenImagePipeline, of any size.
+
+Axes: B rows in a batch, P prompts, C latent channels, h and w latent height and width, S = hw/4 image
+tokens, L text tokens, E width of the language model, H and W image height and width in pixels. A state is
+[B, S, 4C]: each token holds a 2x2 patch of the latent image, as in diffusers.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Self
+
+import torch
+from diffusers import QwenImagePipeline
+from torch import Tensor
+
+from flowcredit.errors import InputError
+from flowcredit.interfaces import Conditioning
+from flowcredit.models.loading import quiet_libraries
+from flowcredit.models.pipelines import (
+    JOINT_ATTENTION,
+    Guidance,
+    PipelineSettings,
+    both_predictions,
+    check_flow_scheduler,
+    check_negative_prompt,
+    check_settings,
+    computing_in,
+    count_truncated,
+    decode_in_batches,
+    encode_in_batches,
+    latent_noise,
+    load_pipeline,
+    pack_latents,
+    scheduler_grid,
+    set_checkpointing,
+    unpack_latents,
+)
+
+LONGEST_SEQUENCE = 1024
+"""Text tokens: QwenImagePipeline refuses more."""
+PROMPTS_AT_ONCE = 4
+"""Fewer than elsewhere: the language model computes scores for every word of its vocabulary at every token."""
+
+
+class QwenImageFlow:
+    """``models.loading.PipelineFlow`` on a QwenImagePipeline: same seed and no noise, same image as its own.
+
+    Classifier-free guidance ("true CFG", scaled back to the norm of the unguided prediction, token by token)
+    is part of ``velocity``. ``network`` is the QwenImageTransformer2DModel.
+    """
+
+    part = "transformer"
+    lora_targets: tuple[str, ...] = (
+        *JOINT_ATTENTION,
+        "img_mlp.net.0.proj",
+        "img_mlp.net.2",
+        "txt_mlp.net.0.proj",
+        "txt_mlp.net.2",
+    )
+    """As in Flow-GRPO's script for Qwen-Image: attention and feed-forward layers of image and text."""
+
+    def __init__(self, pipeline: QwenImagePipeline, source: Path, settings: PipelineSettings) -> None:
+        """Raises InputError for sizes that the model cannot make and schedulers of another kind."""
+        check_flow_scheduler(pipeline.scheduler, source)
+        check_settings(settings, unit=2 * pipeline.vae_scale_factor, longest=LONGEST_SEQUENCE)
+        check_negative_prompt(settings, used=settings.guided)
+        if pipeline.transformer.config.guidance_embeds:
+            raise InputError(
+                f"{source / 'transformer' / 'config.json'}: guidance_embeds is true; expected Qwen-Image with"
+                " classifier-free guidance"
+            )
+        self.pipeline = pipeline
+        self.source = source
+        self.network: torch.nn.Module = pipeline.transformer
+        self._settings = settings
+        self._channels = pipeline.transformer.config.in_channels // 4
+        self._latent_height = settings.height // pipeline.vae_scale_factor
+        self._latent_width = settings.width // pipeline.vae_scale_factor
+        self._guidance: Guidance | None = None
+        if settings.guided:
+            self._guidance = Guidance(settings.guidance_scale, self.encode([settings.negative_prompt]))
+
+    @classmethod
+    def from_folder(cls, folder: Path, settings: PipelineSettings) -> Self:
+        """``models.loading.load_model`` for this family; its errors."""
+        return cls(load_pipeline(QwenImagePipeline, folder, settings, cls.part), folder, settings)
+
+    @property
+    def device(self) -> torch.device:
+        """Where every part stands."""
+        return self._settings.device
+
+    @property
+    def image_tokens(self) -> int:
+        """Image tokens of the transformer at this size."""
+        return self._latent_height * self._latent_width // 4
+
+    @torch.no_grad()
+    def encode(self, prompts: Sequence[str]) -> Conditioning:
+        """Prompts to ``prompt_embeds`` [P, L, E] and ``mask`` [P, L] bool, in their order.
+
+        Every row has ``max_sequence_length`` tokens, padding included, so that a prompt's text does not
+        depend on the longest beside it.
+        """
+        return encode_in_batches(self._encode_batch, prompts, PROMPTS_AT_ONCE)
+
+    def _encode_batch(self, prompts: list[str]) -> Conditioning:
+        with quiet_libraries():
+            embeds, mask = self.pipeline.encode_prompt(
+                prompts, device=self.device, max_sequence_length=self._settings.max_sequence_length
+            )
+        # The pipeline gives no mask where every token counts.
+        counts = torch.ones(embeds.shape[:2], dtype=torch.bool, device=self.device)
+        mask = counts if mask is None else mask.to(torch.bool)
+        missing = self._settings.max_sequence_length - embeds.shape[1]
+        return {
+            "prompt_embeds": torch.nn.functional.pad(embeds, (0, 0, 0, missing)),
+            "mask": torch.nn.functional.pad(mask, (0, missing)),
+        }
+
+    def truncated(self, prompts: Sequence[str]) -> dict[str, int]:
+        """How many prompts, in their template, are longer than the language model reads: "qwen"."""
+        pipeline = self.pipeline
+        limit = self._settings.max_sequence_length + pipeline.prompt_template_encode_start_idx
+        whole = [pipeline.prompt_template_encode.format(prompt) for prompt in prompts]
+        return count_truncated({"qwen": (pipeline.tokenizer, limit)}, whole)
+
+    def initial_noise(self, count: int, generator: torch.Generator) -> Tensor:
+        """[B, S, 4C] float32, drawn on the generator's device as [B, C, h, w] like the pipeline's own."""
+        shape = (count, self._channels, self._latent_height, self._latent_width)
+        return pack_latents(latent_noise(shape, generator)).to(self.device)
+
+    def velocity(self, x: Tensor, sigma: Tensor, cond: Conditioning) -> Tensor:
+        """[B, S, 4C] states at [B] sigmas to guided float32 velocities; row i under row i of ``cond``."""
+        if self._guidance is None:
+            return self._predict(x, sigma, cond)
+        without, with_text = both_predictions(self._predict, x, sigma, cond, self._guidance.negative)
+        guided = without + self._guidance.scale * (with_text - without)
+        return guided * (with_text.norm(dim=-1, keepdim=True) / guided.norm(dim=-1, keepdim=True))
+
+    def _predict(self, x: Tensor, sigma: Tensor, cond: Conditioning) -> Tensor:
+        dtype = next(self.network.parameters()).dtype
+        # Float32 and in the scheduler's unit and back, as the pipeline does it: the same rounding.
+        unit = self.pipeline.scheduler.config.num_train_timesteps
+        shape = (1, self._latent_height // 2, self._latent_width // 2)
+        with computing_in(self._settings):
+            velocity = self.network(
+                hidden_states=x.to(dtype),
+                timestep=sigma.to(torch.float32) * unit / 1000,
+                encoder_hidden_states=cond["prompt_embeds"].to(dtype),
+                encoder_hidden_states_mask=cond["mask"],
+                img_shapes=[[shape]] * len(x),
+                return_dict=False,
+            )[0]
+        return velocity.to(torch.float32)
+
+    def decode(self, x0: Tensor) -> Tensor:
+        """[B, S, 4C] to [B, 3, H, W] float32 in [0, 1], ``decode_batch_size`` images at a time."""
+        return decode_in_batches(self._decode_batch, x0, self._settings.decode_batch_size)
+
+    def _decode_batch(self, x0: Tensor) -> Tensor:
+        vae = self.pipeline.vae
+        latents = unpack_latents(x0.to(torch.float32), self._latent_height, self._latent_width)
+        mean = latents.new_tensor(vae.config.latents_mean)[:, None, None]
+        std = latents.new_tensor(vae.config.latents_std)[:, None, None]
+        # The VAE is one of videos: an image is their first frame.
+        video = (latents * std + mean).to(vae.dtype).unsqueeze(2)
+        return vae.decode(video, return_dict=False)[0][:, :, 0]
+
+    def time_grid(self, num_steps: int) -> Tensor:
+        """The sigmas of the pipeline's call at this image size, [num_steps + 1] float64, 1 to 0.
+
+        Raises InputError if the scheduler's settings make a grid that does not fall from 1 to 0.
+        """
+        return scheduler_grid(self.pipeline.scheduler, self.source, num_steps, self.image_tokens, given=True)
+
+    def set_gradient_checkpointing(self, enabled: bool) -> None:
+        """Recompute each block in the backward pass instead of keeping its activations, or not."""
+        set_checkpointing(self.pipeline.transformer, enabled)

@@ -1,0 +1,93 @@
+"""What every adapter of a pipeline must do, whatever its family: one rollout and one update, row by row."""
+
+from collections.abc import Sequence
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from flowcredit.algorithms import g2rpo
+from flowcredit.config import TrainSettings
+from flowcredit.methods import G2RPOSettings
+from flowcredit.models.loading import PipelineFlow
+from flowcredit.rollout import KeyedNoise, rollout, rows_of
+from flowcredit.transition import make_kernel
+from flowcredit.update import UpdateMetrics, update_policy
+from flowcredit.weights import prepare_weights, trainable_parameters
+
+GROUP = 2
+
+
+def rolled_and_updated(model: PipelineFlow, prompts: Sequence[str], rate: float = 1e-2) -> UpdateMetrics:
+    """A G²RPO rollout of three steps over the model's own grid, and one update on random advantages.
+
+    Rollout and training see each state in a batch of the same size, so that nothing rounds differently.
+    """
+    plan = g2rpo(G2RPOSettings(num_steps=3, train_steps=(0, 1), group_size=GROUP, strides=(1,))).plan
+    grid = model.time_grid(3)
+    kernel = make_kernel("flow_sde", grid, 0.7)
+    cond = model.encode(prompts)
+    noise = KeyedNoise(model, 1, 0, range(len(prompts)))
+    done = rollout(model, plan, cond, grid, kernel, noise, len(prompts))
+    assert all(torch.isfinite(leaf).all() for leaf in done.leaves.values())
+    generator = torch.Generator().manual_seed(0)
+    advantages = {
+        segment: torch.randn(len(prompts), GROUP, generator=generator) for segment in plan.transitions
+    }
+    settings = TrainSettings(mixed_precision="no", update="per_step", micro_batch_size=len(prompts))
+    trained = trainable_parameters(model.network).values()
+    optimizer = torch.optim.AdamW(trained, lr=rate)
+    return update_policy(model, cond, kernel, done.transitions, advantages, optimizer, settings, lambda: None)
+
+
+def weights_of_all_parts(model: PipelineFlow) -> dict[str, Tensor]:
+    return {
+        f"{part}.{name}": value.detach().clone()
+        for part, module in model.pipeline.components.items()
+        if isinstance(module, torch.nn.Module)
+        for name, value in module.named_parameters()
+    }
+
+
+def check_update(model: PipelineFlow, method: Literal["full", "lora"], prompts: Sequence[str]) -> None:
+    """The first ratios are exactly 1, and of all weights of the pipeline those that are trained move."""
+    prepare_weights(model.network, method, rank=2, alpha=4.0, targets=model.lora_targets)
+    trained = {f"{model.part}.{name}" for name in trainable_parameters(model.network)}
+    before = weights_of_all_parts(model)
+    assert trained <= before.keys()
+    metrics = rolled_and_updated(model, prompts)
+    assert metrics.on_policy_deviation == 0.0
+    assert metrics.grad_norm > 0
+    after = weights_of_all_parts(model)
+    moved = {name for name, value in after.items() if not torch.equal(value, before[name])}
+    assert moved
+    assert moved <= trained
+    # Text leaves the last block of a joint transformer unused, and what leads there has no gradient; of a
+    # LoRA the second matrices alone move at first.
+    expected = {name for name in trained if method == "full" or ".lora_B." in name}
+    assert len(moved & expected) > 0.6 * len(expected)
+
+
+def train_stand_in(model: PipelineFlow, method: Literal["full", "lora"], size: float = 0.05) -> None:
+    """Weights that have moved far enough to change the image; alpha is not the rank."""
+    prepare_weights(model.network, method, rank=4, alpha=20.0, targets=model.lora_targets)
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for value in trainable_parameters(model.network).values():
+            value.add_(size * torch.randn(value.shape, generator=generator))
+
+
+@torch.no_grad()
+def check_rows(model: PipelineFlow, prompts: Sequence[str]) -> None:
+    """A row's velocity is its own: alone, or among neighbours of other texts, states and sigmas."""
+    cond = model.encode(prompts)
+    x = model.initial_noise(len(prompts), torch.Generator().manual_seed(3))
+    sigma = torch.linspace(0.9, 0.2, len(prompts))
+    together = model.velocity(x, sigma, cond)
+    for row in range(len(prompts)):
+        own = model.encode([prompts[row]])
+        alone = model.velocity(x[row : row + 1], sigma[row : row + 1], own)
+        torch.testing.assert_close(together[row : row + 1], alone, atol=1e-5, rtol=1e-5)
+        other = rows_of(cond, torch.tensor([(row + 1) % len(prompts)]))
+        changed = model.velocity(x[row : row + 1], sigma[row : row + 1], other)
+        assert (changed - alone).abs().max() > 1e-3, "the text changes nothing"
