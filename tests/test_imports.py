@@ -31,7 +31,8 @@ FLOORS = (
     ("evaluation_files",),
     ("evaluate", "calibration", "diagnostics"),
     ("report", "calibrate"),
-    ("trainer",),
+    ("trainer", "serving"),
+    ("serve_command",),
     ("cli",),
     ("__main__",),
 )
@@ -51,6 +52,7 @@ LIGHT = (
     "algorithms",
     "cli",
     "run_folder",
+    "serve_command",
 )
 HEAVY = {"torch", "diffusers", "transformers", "peft", "accelerate", "scipy", "matplotlib"}
 MAX_FILE_LINES = 400
@@ -136,6 +138,7 @@ LIGHT_COMMANDS = (
     ["train", "--help"],
     ["plan", str(ROOT / "recipes" / "shapes_g2rpo.yaml")],
     ["settings"],
+    ["serve-reward", "--help"],
     ["train", "no_such_recipe.yaml"],
 )
 

@@ -23,8 +23,9 @@ def load_reward(name: str, options: Options, device: torch.device | str) -> Rewa
     """Make the reward that a recipe names.
 
     Args:
-        name: a registered name (`reward_names`), or ``module:attribute``. The module is looked up on the
-            import path and in the current folder. The attribute is a function, or a class whose instances
+        name: a registered name (`reward_names`), or ``module:attribute``. A registered name may be followed
+            by a slash and a label, as ``http/deqa``, so that a recipe can hold several of a kind. The module
+            is looked up on the import path and in the current folder. The attribute is a function, or a class whose instances
             are called; it takes ``images`` [B, 3, H, W] float32 in [0, 1], ``prompts`` and any columns of
             the prompt file as keyword arguments and returns B numbers, None for an image without a score.
         options: settings of the reward: of a registered one, those of its file; of a function, keyword
@@ -37,8 +38,9 @@ def load_reward(name: str, options: Options, device: torch.device | str) -> Rewa
             that the reward does not have.
     """
     where = torch.device(device)
-    if name in _REGISTERED:
-        return _REGISTERED[name](options, where)
+    kind = name.partition("/")[0]
+    if kind in _REGISTERED:
+        return _REGISTERED[kind](options, where)
     if ":" in name:
         return _load_own(name, options, where)
     raise InputError(
@@ -90,10 +92,24 @@ def _clip(options: Options, device: torch.device) -> Reward:
     return cast(Reward, load_clip_score(known["path"], device))
 
 
+def _http(options: Options, device: torch.device) -> Reward:
+    from flowcredit.rewards.http import HttpOptions, load_http
+
+    return cast(Reward, load_http(take_options("http", options, HttpOptions.model_fields)))
+
+
+def _chat(options: Options, device: torch.device) -> Reward:
+    from flowcredit.rewards.chat import ChatOptions, load_chat
+
+    return cast(Reward, load_chat(take_options("chat", options, ChatOptions.model_fields)))
+
+
 _REGISTERED: Mapping[str, Callable[[Options, torch.device], Reward]] = {
     "shapes": _shapes(exact=False, name="shapes"),
     "shapes_exact": _shapes(exact=True, name="shapes_exact"),
     "clip": _clip,
+    "http": _http,
+    "chat": _chat,
 }
 
 
