@@ -27,7 +27,6 @@ from flowcredit.rewards.endpoint import is_loopback
 from flowcredit.rewards.loading import load_reward
 from flowcredit.rewards.wire import PROTOCOL, decode_images
 from flowcredit.scoring import Columns, RewardError, columns_of, score_images
-from flowcredit.sections import Text
 from flowcredit.yaml_lines import parse_yaml
 
 _STALLED_S = 60
@@ -59,7 +58,7 @@ class _Request(BaseModel):
     model_config = ConfigDict(extra="ignore", strict=True)
 
     protocol: Literal["flowcredit-reward/1"]
-    prompts: list[Text]
+    prompts: list[str]
     columns: dict[str, list[Any]] = {}
     images: list[str]
 
@@ -164,7 +163,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _drain(self) -> None:
         left = min(self.unread, _DRAINED_BYTES)
-        while left > 0 and (part := self.rfile.read1(min(left, 1 << 16))):  # type: ignore[attr-defined]
+        while left > 0 and (part := self.rfile.read1(min(left, 1 << 16))):
             left -= len(part)
 
     def _send(self, status: int, body: Mapping[str, Any]) -> None:
@@ -261,8 +260,8 @@ def serve_command(
     with server:
         exposed = not is_loopback(host) and token is None
         warning = "; whoever reaches this port can use it, see --token-env" if exposed else ""
-        print(f"reward {name!r} at {server.url} (Ctrl-C ends it){warning}", flush=True)
         try:
+            print(f"reward {name!r} at {server.url} (Ctrl-C ends it){warning}", flush=True)
             server.serve_forever()
         except KeyboardInterrupt:
             print("stopped", flush=True)

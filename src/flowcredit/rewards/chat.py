@@ -146,6 +146,7 @@ def load_chat(options: Mapping[str, Any]) -> ChatJudge:
         InputError: options that do not fit, an endpoint that does not answer, or one without the model.
     """
     checked = read_options(ChatOptions, "chat", options)
+    pattern = _pattern(checked.pattern)
     low, high = (float(bound) for bound in checked.scale)
     if low >= high:
         raise InputError(f"reward 'chat': option 'scale' is [{low:g}, {high:g}]; expected [lowest, highest]")
@@ -160,7 +161,7 @@ def load_chat(options: Mapping[str, Any]) -> ChatJudge:
         endpoint,
         checked.model,
         template,
-        _pattern(checked.pattern),
+        pattern,
         (low, high),
         checked.raw,
         checked.concurrency,

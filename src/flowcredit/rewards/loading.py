@@ -25,9 +25,10 @@ def load_reward(name: str, options: Options, device: torch.device | str) -> Rewa
     Args:
         name: a registered name (`reward_names`), or ``module:attribute``. A registered name may be followed
             by a slash and a label, as ``http/deqa``, so that a recipe can hold several of a kind. The module
-            is looked up on the import path and in the current folder. The attribute is a function, or a class whose instances
-            are called; it takes ``images`` [B, 3, H, W] float32 in [0, 1], ``prompts`` and any columns of
-            the prompt file as keyword arguments and returns B numbers, None for an image without a score.
+            is looked up on the import path and in the current folder. The attribute is a function, or a class
+            whose instances are called; it takes ``images`` [B, 3, H, W] float32 in [0, 1], ``prompts`` and
+            any columns of the prompt file as keyword arguments and returns B numbers, None for an image
+            without a score.
         options: settings of the reward: of a registered one, those of its file; of a function, keyword
             arguments bound to it (no longer columns, then); of a class, arguments of its constructor,
             which also gets ``device`` if it has a parameter of that name.

@@ -57,7 +57,7 @@ def decode_images(texts: Sequence[str]) -> Tensor:
             arrays.append(np.asarray(image))
         except (OSError, SyntaxError, ValueError) as error:
             raise ValueError(f"images.{index}: its PNG is damaged ({error})") from None
-    return torch.from_numpy(np.stack(arrays)).permute(0, 3, 1, 2).to(torch.float32) / 255
+    return torch.from_numpy(np.stack(arrays)).permute(0, 3, 1, 2).contiguous().to(torch.float32) / 255
 
 
 def _open(text: str, index: int) -> Image.Image:
