@@ -32,7 +32,8 @@ FLOORS = (
     ("evaluation_files",),
     ("evaluate", "calibration", "diagnostics"),
     ("report", "calibrate"),
-    ("trainer",),
+    ("trainer", "serving"),
+    ("serve_command",),
     ("cli",),
     ("__main__",),
 )
@@ -54,6 +55,7 @@ LIGHT = (
     "algorithms",
     "cli",
     "run_folder",
+    "serve_command",
 )
 HEAVY = {
     "torch",
@@ -149,6 +151,7 @@ LIGHT_COMMANDS = (
     ["train", "--help"],
     ["plan", str(ROOT / "recipes" / "shapes_g2rpo.yaml")],
     ["settings"],
+    ["serve-reward", "--help"],
     ["train", "no_such_recipe.yaml"],
 )
 

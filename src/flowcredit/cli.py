@@ -11,6 +11,7 @@ from rich.console import Console
 
 from flowcredit.errors import InputError
 from flowcredit.published import PUBLISHED, published_table
+from flowcredit.serve_command import serve_reward
 
 if TYPE_CHECKING:
     from flowcredit.config import Recipe
@@ -316,6 +317,9 @@ def settings() -> None:
     for each in list_settings():
         default = "(required)" if each.default is None else each.default
         typer.echo(f"{each.setting} = {default}\n    {each.description}")
+
+
+app.command("serve-reward")(serve_reward)
 
 
 def _resume(run_dir: Path, overrides: list[str]) -> None:

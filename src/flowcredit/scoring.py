@@ -26,6 +26,20 @@ class RewardError(InputError):
     """A reward that raised, hung, or returned something that is not one number per image."""
 
 
+class PartialFailure(Exception):
+    """Raised by a reward that failed on some of its images and knows which; the others keep their scores.
+
+    Unlike any other exception it is not followed by a second try, image by image: a service that is down
+    would be asked once more for each.
+    """
+
+    def __init__(self, scores: Tensor, reasons: Mapping[int, str]) -> None:
+        """``scores`` [B], NaN for no score; ``reasons``: by an image's place, why it was not scored."""
+        super().__init__(f"{len(reasons)} of {len(scores)} images failed: {reasons[min(reasons)]}")
+        self.scores = scores
+        self.reasons = reasons
+
+
 @dataclass(frozen=True)
 class Columns:
     """The columns of the prompt file that a reward declares by the parameters of its signature."""
@@ -262,6 +276,7 @@ def _score_batch(rewards: Mapping[str, Reward], batch: _Batch, policy: _Policy) 
 
 
 def _score(name: str, reward: Reward, batch: _Batch, policy: _Policy) -> tuple[Tensor, int]:
+    failed = 0
     try:
         scores = _call(name, reward, batch, policy.timeout_s)
     except RewardError:
@@ -270,6 +285,13 @@ def _score(name: str, reward: Reward, batch: _Batch, policy: _Policy) -> tuple[T
         if policy.on_error == "stop":
             raise _failure(name, batch, str(hung)) from None
         return torch.full((len(batch),), torch.nan), len(batch)
+    except PartialFailure as partial:
+        if policy.on_error == "stop":
+            first = min(partial.reasons)
+            at_fault, others = batch.only(slice(first, first + 1)), len(partial.reasons) - 1
+            raise _failure(name, at_fault, partial.reasons[first], others) from None
+        scores, failed = _as_scores(name, partial.scores, len(batch)).clone(), len(partial.reasons)
+        scores[list(partial.reasons)] = torch.nan
     except Exception as cause:
         if len(batch) > 1:
             return _score_singly(name, reward, batch, policy, cause)
@@ -280,7 +302,7 @@ def _score(name: str, reward: Reward, batch: _Batch, policy: _Policy) -> tuple[T
     if infinite.any() and policy.on_error == "stop":
         first = int(infinite.nonzero()[0, 0])
         raise _failure(name, batch.only(slice(first, first + 1)), f"it returned {scores[first].item()}")
-    return scores.masked_fill(infinite, torch.nan), int(infinite.sum())
+    return scores.masked_fill(infinite, torch.nan), failed + int(infinite.sum())
 
 
 def _score_singly(
@@ -349,8 +371,9 @@ def _as_scores(name: str, result: Any, expected: int) -> Tensor:
     return result.detach().to("cpu", torch.float32)
 
 
-def _failure(name: str, batch: _Batch, cause: str) -> RewardError:
-    more = f" (and {len(batch) - 1} more in its batch)" if len(batch) > 1 else ""
+def _failure(name: str, batch: _Batch, cause: str, others: int | None = None) -> RewardError:
+    count = len(batch) - 1 if others is None else others
+    more = f" (and {count} more in its batch)" if count else ""
     return RewardError(
         f"reward {name!r} failed on the prompt {batch.prompts[0]!r}{more}: {cause}; mend the reward, or "
         "choose on_error: skip to leave such images without a score"

@@ -27,8 +27,8 @@ def iteration_record(
     """The record of one iteration, without its counters.
 
     For each reward: ``reward/`` its mean over all leaves [R, P, W], ``reward_spread/`` the mean standard
-    deviation within a group, ``missing/`` the images without a score. ``dead_groups`` is the share of groups
-    whose advantages are all 0.
+    deviation within a group, ``missing/`` the images without a score, ``failed/`` those of them on
+    which the reward failed. ``dead_groups`` is the share of groups whose advantages are all 0.
     """
     record: Record = {}
     everything = torch.cat([each.flatten(1) for each in scores.values()], dim=1)
@@ -37,6 +37,7 @@ def iteration_record(
         record[f"reward/{name}"] = _number(everything[row].nanmean())
         record[f"reward_spread/{name}"] = _number(spreads[row].nanmean())
         record[f"missing/{name}"] = counts.missing.get(name, 0)
+        record[f"failed/{name}"] = counts.failed.get(name, 0)
     groups = torch.cat([(each == 0).all(-1) for each in advantages.values()])
     record["dead_groups"] = _number(groups.float().mean())
     return record | {name: value for name, value in asdict(metrics).items() if value is not None}

@@ -24,10 +24,12 @@ def load_reward(name: str, options: Options, device: torch.device | str) -> Rewa
     """Make the reward that a recipe names.
 
     Args:
-        name: a registered name (`reward_names`), or ``module:attribute``. The module is looked up on the
-            import path and in the current folder. The attribute is a function, or a class whose instances
-            are called; it takes ``images`` [B, 3, H, W] float32 in [0, 1], ``prompts`` and any columns of
-            the prompt file as keyword arguments and returns B numbers, None for an image without a score.
+        name: a registered name (`reward_names`), or ``module:attribute``. A registered name may be followed
+            by a slash and a label, as ``http/deqa``, so that a recipe can hold several of a kind. The module
+            is looked up on the import path and in the current folder. The attribute is a function, or a class
+            whose instances are called; it takes ``images`` [B, 3, H, W] float32 in [0, 1], ``prompts`` and
+            any columns of the prompt file as keyword arguments and returns B numbers, None for an image
+            without a score.
         options: settings of the reward: of a registered one, those of its file; of a function, keyword
             arguments bound to it (no longer columns, then); of a class, arguments of its constructor,
             which also gets ``device`` if it has a parameter of that name.
@@ -38,8 +40,9 @@ def load_reward(name: str, options: Options, device: torch.device | str) -> Rewa
             that the reward does not have.
     """
     where = torch.device(device)
-    if name in _REGISTERED:
-        return _load_registered(name, options, where)
+    kind = name.partition("/")[0]
+    if kind in _REGISTERED:
+        return _load_registered(kind, options, where)
     if ":" in name:
         return _load_own(name, options, where)
     raise InputError(
@@ -71,11 +74,15 @@ def take_options(reward: str, options: Options, known: Collection[str]) -> Optio
 
 @dataclass(frozen=True)
 class _Registered:
-    """A reward of this room: the function that makes it, and its options with what each of them is."""
+    """A reward of this room: the function that makes it, and its options with what each of them is.
+
+    Where options are many, ``settings`` names the module's class that has and checks them.
+    """
 
     module: str
     function: str
     options: Mapping[str, str] = field(default_factory=dict)
+    settings: str | None = None
 
 
 _REGISTERED: Mapping[str, _Registered] = {
@@ -116,14 +123,19 @@ _REGISTERED: Mapping[str, _Registered] = {
         "load_pickscore",
         {"path": "the folder of PickScore's CLIPModel", "processor": "the folder of its processor"},
     ),
+    "http": _Registered("http", "load_http", settings="HttpOptions"),
+    "chat": _Registered("chat", "load_chat", settings="ChatOptions"),
 }
 
 
 def _load_registered(name: str, options: Options, device: torch.device) -> Reward:
     """Call the reward's function; its parameters say which options must be given, and of which type."""
     entry = _REGISTERED[name]
+    module = vars(importlib.import_module(f"flowcredit.rewards.{entry.module}"))
+    make = module[entry.function]
+    if entry.settings is not None:
+        return cast(Reward, make(take_options(name, options, module[entry.settings].model_fields)))
     take_options(name, options, entry.options)
-    make = vars(importlib.import_module(f"flowcredit.rewards.{entry.module}"))[entry.function]
     parameters = inspect.signature(make).parameters
     for option, meaning in entry.options.items():
         if option not in options and parameters[option].default is inspect.Parameter.empty:
