@@ -20,10 +20,31 @@ TEXT_TOKENS = 24
 WIDTH = 16
 CHANNELS = 4
 SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|vision_end|>")
-WORDS = (
-    "system user assistant Describe Ġthe Ġimage Ġby Ġdetailing Ġcolor Ġshape Ġsize Ġtexture Ġquantity Ġtext"
-    " Ġspatial Ġrelationships Ġof Ġobjects Ġand Ġbackground Ġred Ġblue Ġcircle Ġsquare Ġleft"
-).split()
+FIRST_WORDS = ("system", "user", "assistant", "Describe")
+LATER_WORDS = (
+    "the",
+    "image",
+    "by",
+    "detailing",
+    "color",
+    "shape",
+    "size",
+    "texture",
+    "quantity",
+    "text",
+    "spatial",
+    "relationships",
+    "of",
+    "objects",
+    "and",
+    "background",
+    "red",
+    "blue",
+    "circle",
+    "square",
+    "left",
+)
+WORDS = (*FIRST_WORDS, *("Ġ" + word for word in LATER_WORDS))
 """Words of one token each: those of the pipeline's template, which must be 34 tokens, and a few more."""
 
 

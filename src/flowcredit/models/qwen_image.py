@@ -39,7 +39,7 @@ from flowcredit.models.pipelines import (
 LONGEST_SEQUENCE = 1024
 """Text tokens: QwenImagePipeline refuses more."""
 PROMPTS_AT_ONCE = 4
-"""Fewer than elsewhere: the language model computes scores for every word of its vocabulary at every token."""
+"""Fewer than elsewhere: the language model scores every word of its vocabulary at every token."""
 
 
 class QwenImageFlow:
