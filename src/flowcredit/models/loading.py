@@ -17,6 +17,7 @@ ADAPTERS: Mapping[str, str] = {
     "FluxPipeline": "flowcredit.models.flux:FluxFlow",
     "QwenImagePipeline": "flowcredit.models.qwen_image:QwenImageFlow",
     "StableDiffusion3Pipeline": "flowcredit.models.sd3:SD3Flow",
+    "StableDiffusionPipeline": "flowcredit.models.diffusion:DiffusionFlow",
 }
 """The ``_class_name`` of a model_index.json to the adapter for it, as "module:class"."""
 

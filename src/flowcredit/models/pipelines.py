@@ -39,7 +39,7 @@ JOINT_ATTENTION = (
 on SD3.5-M: the projections of both."""
 
 Predict = Callable[[Tensor, Tensor, Conditioning], Tensor]
-"""A network's own prediction: [B, *D] states, [B] sigmas and B rows of text to [B, *D]."""
+"""A network's own prediction: [B, *D] states, [B] times in its own unit and B rows of text to [B, *D]."""
 
 
 @dataclass(frozen=True)
@@ -159,7 +159,7 @@ def count_truncated(limits: Mapping[str, tuple[Any, int]], prompts: Sequence[str
 
 
 def both_predictions(
-    predict: Predict, x: Tensor, sigma: Tensor, cond: Conditioning, negative: Conditioning
+    predict: Predict, x: Tensor, time: Tensor, cond: Conditioning, negative: Conditioning
 ) -> tuple[Tensor, Tensor]:
     """Predictions under the negative prompt and under the rows' own text, in one batch of twice the rows."""
     rows = len(x)
@@ -167,17 +167,17 @@ def both_predictions(
         name: torch.cat([negative[name].to(own.dtype).expand(rows, *own.shape[1:]), own])
         for name, own in cond.items()
     }
-    without, with_text = predict(torch.cat([x, x]), torch.cat([sigma, sigma]), both).chunk(2)
+    without, with_text = predict(torch.cat([x, x]), torch.cat([time, time]), both).chunk(2)
     return without, with_text
 
 
 def guided_prediction(
-    predict: Predict, x: Tensor, sigma: Tensor, cond: Conditioning, guidance: Guidance | None
+    predict: Predict, x: Tensor, time: Tensor, cond: Conditioning, guidance: Guidance | None
 ) -> Tensor:
     """The guided prediction; without guidance the network's own, in a batch of the rows alone."""
     if guidance is None:
-        return predict(x, sigma, cond)
-    without, with_text = both_predictions(predict, x, sigma, cond, guidance.negative)
+        return predict(x, time, cond)
+    without, with_text = both_predictions(predict, x, time, cond, guidance.negative)
     return without + guidance.scale * (with_text - without)
 
 
