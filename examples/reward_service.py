@@ -1,9 +1,13 @@
 """A reward service in plain Python, here for brightness: python reward_service.py 8765"""
 
-import base64, io, json, sys  # noqa: E401
+import base64
+import io
+import json
+import sys
 from http.server import BaseHTTPRequestHandler, HTTPServer
 
 from PIL import Image, ImageStat
+
 
 class Service(BaseHTTPRequestHandler):
     def do_GET(self):
@@ -18,6 +22,7 @@ class Service(BaseHTTPRequestHandler):
         self.send_response(200)
         self.end_headers()
         self.wfile.write(json.dumps(body).encode())
+
 
 server = HTTPServer(("127.0.0.1", int(sys.argv[1])), Service)
 print(f"http://127.0.0.1:{server.server_port}", flush=True)

@@ -62,7 +62,7 @@ def score(
     *,
     on_error: Any = "stop",
     **columns: Any,
-) -> list[float | None]:
+) -> list[Any]:
     prompts = prompts or [f"prompt {i}" for i in range(len(images))]
     scores = score_images({"chat": reward}, images, prompts, columns, batch_size=64, on_error=on_error)[0]
     return [None if math.isnan(each) else pytest.approx(float(each)) for each in scores]
