@@ -1,9 +1,11 @@
 """The reward ``http``: what it sends, what it takes for a score, and every way in which a service fails."""
 
 import base64
+import contextlib
 import io
 import json
 import math
+import socket
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -17,6 +19,7 @@ from torch import Tensor
 from fake_service import HANG_UP, Answer, Asked, Fake, closed_port, fake_service
 from flowcredit.errors import InputError
 from flowcredit.rewards import load_reward
+from flowcredit.rewards.endpoint import Endpoint, ServiceError
 from flowcredit.scoring import RewardError, check_columns, columns_of, score_images
 
 HEALTH = {"protocol": "flowcredit-reward/1", "name": "red", "version": "7"}
@@ -223,6 +226,24 @@ def test_a_slow_service_is_given_up_and_not_asked_again(release: threading.Event
         assert len(fake.posts()) == 1
         release.set()
         assert score(load(fake, timeout=60)) == [10, 20, 30, 40, 50]
+
+
+def test_an_answer_that_trickles_is_given_up_though_no_pause_in_it_is_long(release: threading.Event) -> None:
+    """A time limit of the socket alone begins anew with every byte."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def trickle() -> None:
+            connection, _ = listener.accept()
+            with connection, contextlib.suppress(OSError):
+                connection.sendall(b"HTTP/1.1 200 OK\r\n\r\n")
+                while not release.wait(0.01):
+                    connection.sendall(b" ")
+
+        threading.Thread(target=trickle).start()
+        port = listener.getsockname()[1]
+        endpoint = Endpoint(f"http://127.0.0.1:{port}", {}, timeout_s=0.2, retries=3, backoff_s=0.0)
+        with pytest.raises(ServiceError, match=r"no answer within 0\.2 seconds"):
+            endpoint.post("", {})
 
 
 def test_only_the_image_that_a_service_refuses_is_lost() -> None:

@@ -275,7 +275,7 @@ def test_the_command_serves_until_ctrl_c() -> None:
         ("clip", ["path=[1"], {}, "--option 'path=[1'"),
         ("shapes", [], {"device": "nonsense"}, "model.device"),
         ("shapes", [], {"token_env": "NOT_SET_HERE"}, "'NOT_SET_HERE' is not set"),
-        ("shapes", [], {"host": "203.0.113.1"}, "cannot listen on 203.0.113.1:0"),
+        ("simple_rewards:redness", [], {"host": "203.0.113.1"}, "cannot listen on 203.0.113.1:0"),
     ],
 )
 def test_what_cannot_be_served_is_one_line(
@@ -297,7 +297,7 @@ def test_what_cannot_be_served_is_one_line(
 def test_a_port_in_use_is_named(url: str) -> None:
     port = int(url.rpartition(":")[2])
     with pytest.raises(InputError, match=f"cannot listen on 127.0.0.1:{port}: .*in use"):
-        serve_command("shapes", [], "127.0.0.1", port, "cpu", None, 1)
+        serve_command("simple_rewards:redness", [], "127.0.0.1", port, "cpu", None, 1)
 
 
 def test_the_documented_service_works_as_it_stands() -> None:
