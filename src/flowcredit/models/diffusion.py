@@ -120,7 +120,7 @@ class DiffusionFlow:
         self.pipeline = pipeline
         self.source = source
         self.network: torch.nn.Module = pipeline.unet
-        self._settings = settings
+        self.settings = settings
         self._schedule = schedule_of(scheduler)
         self._predicts_v = scheduler.config.prediction_type == "v_prediction"
         if self._schedule.start == 1.0 and not self._predicts_v:
@@ -146,7 +146,7 @@ class DiffusionFlow:
     @property
     def device(self) -> torch.device:
         """Where every part stands."""
-        return self._settings.device
+        return self.settings.device
 
     @property
     def image_tokens(self) -> int:
@@ -192,7 +192,7 @@ class DiffusionFlow:
 
     def _predict(self, noisy: Tensor, timestep: Tensor, cond: Conditioning) -> Tensor:
         dtype = next(self.network.parameters()).dtype
-        with computing_in(self._settings):
+        with computing_in(self.settings):
             predicted = self.network(
                 noisy.to(dtype),
                 timestep,
@@ -208,7 +208,7 @@ class DiffusionFlow:
         return decode_in_batches(
             lambda rows: decode_latents(self.pipeline.vae, rows * scale),
             x0,
-            self._settings.decode_batch_size,
+            self.settings.decode_batch_size,
         )
 
     def time_grid(self, num_steps: int) -> Tensor:

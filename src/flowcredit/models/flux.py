@@ -55,7 +55,7 @@ class FluxFlow:
         self.pipeline = pipeline
         self.source = source
         self.network: torch.nn.Module = pipeline.transformer
-        self._settings = settings
+        self.settings = settings
         self._channels = pipeline.transformer.config.in_channels // 4
         self._latent_height = settings.height // pipeline.vae_scale_factor
         self._latent_width = settings.width // pipeline.vae_scale_factor
@@ -74,7 +74,7 @@ class FluxFlow:
     @property
     def device(self) -> torch.device:
         """Where every part stands."""
-        return self._settings.device
+        return self.settings.device
 
     @property
     def image_tokens(self) -> int:
@@ -98,7 +98,7 @@ class FluxFlow:
         t5 = pipeline.tokenizer_2(
             prompts,
             padding="max_length",
-            max_length=self._settings.max_sequence_length,
+            max_length=self.settings.max_sequence_length,
             truncation=True,
             return_tensors="pt",
         )
@@ -111,7 +111,7 @@ class FluxFlow:
         """How many prompts lose words to each text encoder's length, by its name: "clip" and "t5"."""
         limits = {
             "clip": (self.pipeline.tokenizer, self.pipeline.tokenizer_max_length),
-            "t5": (self.pipeline.tokenizer_2, self._settings.max_sequence_length),
+            "t5": (self.pipeline.tokenizer_2, self.settings.max_sequence_length),
         }
         return count_truncated(limits, prompts)
 
@@ -131,7 +131,7 @@ class FluxFlow:
         # Float32 and in the scheduler's unit and back, as the pipeline does it: the same rounding.
         unit = self.pipeline.scheduler.config.num_train_timesteps
         timestep = sigma.to(torch.float32) * unit / 1000
-        with computing_in(self._settings):
+        with computing_in(self.settings):
             velocity = self.network(
                 hidden_states=x.to(dtype),
                 timestep=timestep,
@@ -146,7 +146,7 @@ class FluxFlow:
 
     def decode(self, x0: Tensor) -> Tensor:
         """[B, S, 4C] to [B, 3, H, W] float32 in [0, 1], ``decode_batch_size`` images at a time."""
-        return decode_in_batches(self._decode_batch, x0, self._settings.decode_batch_size)
+        return decode_in_batches(self._decode_batch, x0, self.settings.decode_batch_size)
 
     def _decode_batch(self, x0: Tensor) -> Tensor:
         latents = unpack_latents(x0, self._latent_height, self._latent_width)

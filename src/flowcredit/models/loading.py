@@ -6,12 +6,15 @@ import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
 from flowcredit.errors import InputError
 from flowcredit.interfaces import FlowModel
+
+if TYPE_CHECKING:
+    from flowcredit.models.pipelines import PipelineSettings
 
 ADAPTERS: Mapping[str, str] = {
     "FluxPipeline": "flowcredit.models.flux:FluxFlow",
@@ -32,6 +35,8 @@ class PipelineFlow(FlowModel, Protocol):
     """The diffusers pipeline; its component ``part`` is the trained network, unwrapped."""
     source: Path
     """The folder that the pipeline was loaded from."""
+    settings: "PipelineSettings"
+    """How the pipeline is used."""
     part: str
     """The trained network's name in the pipeline, in its folder and in LoRA files: "transformer", "unet"."""
     lora_targets: tuple[str, ...]

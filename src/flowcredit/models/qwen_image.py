@@ -72,7 +72,7 @@ class QwenImageFlow:
         self.pipeline = pipeline
         self.source = source
         self.network: torch.nn.Module = pipeline.transformer
-        self._settings = settings
+        self.settings = settings
         self._channels = pipeline.transformer.config.in_channels // 4
         self._latent_height = settings.height // pipeline.vae_scale_factor
         self._latent_width = settings.width // pipeline.vae_scale_factor
@@ -88,7 +88,7 @@ class QwenImageFlow:
     @property
     def device(self) -> torch.device:
         """Where every part stands."""
-        return self._settings.device
+        return self.settings.device
 
     @property
     def image_tokens(self) -> int:
@@ -107,12 +107,12 @@ class QwenImageFlow:
     def _encode_batch(self, prompts: list[str]) -> Conditioning:
         with quiet_libraries():
             embeds, mask = self.pipeline.encode_prompt(
-                prompts, device=self.device, max_sequence_length=self._settings.max_sequence_length
+                prompts, device=self.device, max_sequence_length=self.settings.max_sequence_length
             )
         # The pipeline gives no mask where every token counts.
         counts = torch.ones(embeds.shape[:2], dtype=torch.bool, device=self.device)
         mask = counts if mask is None else mask.to(torch.bool)
-        missing = self._settings.max_sequence_length - embeds.shape[1]
+        missing = self.settings.max_sequence_length - embeds.shape[1]
         return {
             "prompt_embeds": torch.nn.functional.pad(embeds, (0, 0, 0, missing)),
             "mask": torch.nn.functional.pad(mask, (0, missing)),
@@ -121,7 +121,7 @@ class QwenImageFlow:
     def truncated(self, prompts: Sequence[str]) -> dict[str, int]:
         """How many prompts, in their template, are longer than the language model reads: "qwen"."""
         pipeline = self.pipeline
-        limit = self._settings.max_sequence_length + pipeline.prompt_template_encode_start_idx
+        limit = self.settings.max_sequence_length + pipeline.prompt_template_encode_start_idx
         whole = [pipeline.prompt_template_encode.format(prompt) for prompt in prompts]
         return count_truncated({"qwen": (pipeline.tokenizer, limit)}, whole)
 
@@ -143,7 +143,7 @@ class QwenImageFlow:
         # Float32 and in the scheduler's unit and back, as the pipeline does it: the same rounding.
         unit = self.pipeline.scheduler.config.num_train_timesteps
         shape = (1, self._latent_height // 2, self._latent_width // 2)
-        with computing_in(self._settings):
+        with computing_in(self.settings):
             velocity = self.network(
                 hidden_states=x.to(dtype),
                 timestep=sigma.to(torch.float32) * unit / 1000,
@@ -156,7 +156,7 @@ class QwenImageFlow:
 
     def decode(self, x0: Tensor) -> Tensor:
         """[B, S, 4C] to [B, 3, H, W] float32 in [0, 1], ``decode_batch_size`` images at a time."""
-        return decode_in_batches(self._decode_batch, x0, self._settings.decode_batch_size)
+        return decode_in_batches(self._decode_batch, x0, self.settings.decode_batch_size)
 
     def _decode_batch(self, x0: Tensor) -> Tensor:
         vae = self.pipeline.vae

@@ -63,7 +63,7 @@ class SD3Flow:
         self.pipeline = pipeline
         self.source = source
         self.network: torch.nn.Module = pipeline.transformer
-        self._settings = settings
+        self.settings = settings
         self._latent_shape = (
             config.in_channels,
             settings.height // pipeline.vae_scale_factor,
@@ -84,7 +84,7 @@ class SD3Flow:
     @property
     def device(self) -> torch.device:
         """Where every part stands."""
-        return self._settings.device
+        return self.settings.device
 
     @property
     def image_tokens(self) -> int:
@@ -105,7 +105,7 @@ class SD3Flow:
                 None,
                 device=self.device,
                 do_classifier_free_guidance=False,
-                max_sequence_length=self._settings.max_sequence_length,
+                max_sequence_length=self.settings.max_sequence_length,
             )
         return {"prompt_embeds": embeds, "pooled": pooled}
 
@@ -117,7 +117,7 @@ class SD3Flow:
             "clip_2": (pipeline.tokenizer_2, pipeline.tokenizer_max_length),
         }
         if pipeline.text_encoder_3 is not None:
-            limits["t5"] = (pipeline.tokenizer_3, self._settings.max_sequence_length)
+            limits["t5"] = (pipeline.tokenizer_3, self.settings.max_sequence_length)
         return count_truncated(limits, prompts)
 
     def initial_noise(self, count: int, generator: torch.Generator) -> Tensor:
@@ -130,7 +130,7 @@ class SD3Flow:
 
     def _predict(self, x: Tensor, sigma: Tensor, cond: Conditioning) -> Tensor:
         dtype = next(self.network.parameters()).dtype
-        with computing_in(self._settings):
+        with computing_in(self.settings):
             velocity = self.network(
                 hidden_states=x.to(dtype),
                 timestep=sigma.to(torch.float32) * self.pipeline.scheduler.config.num_train_timesteps,
@@ -143,7 +143,7 @@ class SD3Flow:
     def decode(self, x0: Tensor) -> Tensor:
         """[B, C, h, w] to [B, 3, H, W] float32 in [0, 1], ``decode_batch_size`` images at a time."""
         return decode_in_batches(
-            lambda rows: decode_latents(self.pipeline.vae, rows), x0, self._settings.decode_batch_size
+            lambda rows: decode_latents(self.pipeline.vae, rows), x0, self.settings.decode_batch_size
         )
 
     def time_grid(self, num_steps: int) -> Tensor:

@@ -1,0 +1,192 @@
+"""``flowcredit check``: is this recipe ready for this model? Tried on one prompt, nothing is written.
+
+Axes: P prompts, H and W image height and width.
+"""
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+import torch
+from rich.console import Console
+from torch import Tensor
+
+from flowcredit.advantages import credit_steps
+from flowcredit.assembly import Setup, assemble
+from flowcredit.config import Recipe
+from flowcredit.models.own_call import pipeline_images
+from flowcredit.plan import Plan, Segment
+from flowcredit.rollout import KeyedNoise, rollout
+from flowcredit.scoring import score_images, score_leaves
+from flowcredit.transition import Kernel
+from flowcredit.update import update_policy
+from flowcredit.weights import trainable_parameters
+
+EXACT, ROUNDED = 1e-4, 0.05
+"""Largest difference of an image from the pipeline's, mean over its pixels: in float32, and below."""
+STEPS = 4
+"""Sampling steps of the comparison."""
+_ITERATION = -3_000_000
+"""Keys the noises of a check: none of training's, evaluation's, calibration's or a diagnosis'."""
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing that was checked: whether it holds, and what was measured."""
+
+    holds: bool
+    text: str
+
+
+def check_command(recipe: Recipe, console: Console | None = None) -> bool:
+    """Check a recipe on its own model and rewards and print a line each; whether all holds.
+
+    Raises InputError for whatever cannot be loaded or run at all.
+    """
+    console = console or Console()
+    console.print(f"checking {recipe.name} on {recipe.model.path}", highlight=False, soft_wrap=True)
+    good = True
+    for finding in findings(assemble(recipe)):
+        mark = "[green]ok[/green]" if finding.holds else "[red]NO[/red]"
+        console.print(f"{mark}  {finding.text}", highlight=False, soft_wrap=True)
+        good = good and finding.holds
+    return good
+
+
+def findings(setup: Setup) -> Iterator[Finding]:
+    """What holds and what does not, each as soon as it is known."""
+    yield parity(setup)
+    yield from rewards_tell_apart(setup)
+    yield from first_update(setup)
+    yield cost(setup)
+
+
+def parity(setup: Setup) -> Finding:
+    """With the noise off, the image of the adapter is that of the pipeline's own call."""
+    model = setup.model
+    prompts = setup.heldout_prompts.prompts[:1]
+    grid = model.time_grid(STEPS)
+    x = model.initial_noise(1, torch.Generator().manual_seed(0))
+    plan = Plan(STEPS, (Segment(None, tuple(range(STEPS + 1)), scored=True),))
+    cond = model.encode(prompts)
+    done = rollout(model, plan, cond, grid, setup.kernel, _Given(x[None]), batch_size=1)
+    own = model.decode(done.leaves[0].squeeze(1)).cpu()
+    theirs = pipeline_images(model, prompts, STEPS, torch.Generator().manual_seed(0)).cpu()
+    exact = setup.recipe.train.mixed_precision == "no" and setup.recipe.model.dtype == "float32"
+    found = float((own - theirs).abs().max() if exact else (own - theirs).abs().mean())
+    bound, measure = (EXACT, "largest") if exact else (ROUNDED, "mean")
+    return Finding(
+        found <= bound,
+        f"image without noise against {type(model.pipeline).__name__}'s own call, {STEPS} steps: {measure}"
+        f" difference of a pixel {found:.1e}, expected at most {bound:g}",
+    )
+
+
+@dataclass(frozen=True)
+class _Given:
+    """Initial states that are handed in; no other draw."""
+
+    states: Tensor
+
+    def initial(self, width: int) -> Tensor:
+        return self.states
+
+    def step(self, segment: int, width: int) -> Tensor:
+        raise AssertionError("a comparison without noise draws none")
+
+
+def rewards_tell_apart(setup: Setup) -> Iterator[Finding]:
+    """Every reward scores a drawn image, noise and black with numbers, and not all alike."""
+    recipe, prompts = setup.recipe, setup.heldout_prompts.take([0, 0, 0])
+    drawn = pipeline_images(setup.model, prompts.prompts[:1], STEPS, torch.Generator().manual_seed(1))
+    noise = torch.rand(drawn.shape, generator=torch.Generator().manual_seed(2)).to(drawn)
+    images = torch.cat([drawn, noise, torch.zeros_like(drawn)])
+    rewards = {**setup.rewards, **setup.watched}
+    scores = score_images(
+        rewards, images, prompts.prompts, prompts.columns, batch_size=3, timeout_s=recipe.scoring.timeout_s
+    )
+    for name, (image, of_noise, black) in zip(rewards, scores.tolist(), strict=True):
+        there = [value for value in (image, of_noise, black) if math.isfinite(value)]
+        yield Finding(
+            len(there) == 3 and len(set(there)) > 1,
+            f"reward {name}: a drawn image {image:.4g}, noise {of_noise:.4g}, black {black:.4g}; expected"
+            " numbers that are not all the same",
+        )
+
+
+def first_update(setup: Setup) -> Iterator[Finding]:
+    """On a fresh rollout the ratio is 1; one update moves what is trained and nothing else."""
+    recipe, model = setup.recipe, setup.model
+    prompts = setup.train_prompts.take([0])
+    cond = model.encode(prompts.prompts)
+    plan, credit = setup.algorithm.plan, setup.algorithm.credit
+    source = KeyedNoise(model, recipe.seed, _ITERATION, [0])
+    ran = rollout(model, plan, cond, setup.grid, setup.kernel, source, recipe.rollout.batch_size)
+    scores, _ = score_leaves(
+        model,
+        ran.leaves,
+        prompts.prompts,
+        prompts.columns,
+        setup.rewards,
+        batch_size=recipe.scoring.batch_size,
+    )
+    weights = setup.reward_weights
+    given = credit_steps(plan, scores, weights, credit.rule, credit.combine, credit.clamp)
+    spread = max(float(each.abs().max()) for each in given.values())
+    yield Finding(
+        spread > 0,
+        f"advantages of one prompt: the largest is {spread:.2f}; expected some that are not 0",
+    )
+    trained = trainable_parameters(model.network)
+    everything = dict(model.network.named_parameters())
+    before = fingerprints(everything)
+    optimizer = torch.optim.AdamW(trained.values(), lr=recipe.train.learning_rate, weight_decay=0)
+    metrics = update_policy(
+        model,
+        cond,
+        setup.kernel,
+        [step for step in ran.transitions if plan.segments[step.segment].trained],
+        given,
+        optimizer,
+        recipe.train,
+        lambda: None,
+        setup.reference,
+    )
+    tolerance = recipe.train.ratio_tolerance if recipe.train.mixed_precision == "no" else 1e-2
+    yield Finding(
+        metrics.on_policy_deviation <= tolerance,
+        f"ratio on the fresh rollout: off 1 by {metrics.on_policy_deviation:.1e}, expected at most"
+        f" {tolerance:g}",
+    )
+    after = fingerprints(everything)
+    moved = {name for name in everything if before[name] != after[name]}
+    yield Finding(
+        bool(moved) and moved <= trained.keys(),
+        f"one update moved {len(moved & trained.keys())} of {len(trained)} trained tensors and"
+        f" {len(moved - trained.keys())} of {len(everything) - len(trained)} others; expected some, and none",
+    )
+
+
+def fingerprints(parameters: Mapping[str, Tensor]) -> dict[str, tuple[float, float]]:
+    """Two sums of each tensor, which a change of any weight moves; no second copy of the weights is made."""
+    found = {}
+    for name, parameter in parameters.items():
+        values = parameter.detach().flatten()
+        ramp = torch.linspace(0.5, 1.5, len(values), device=values.device)
+        found[name] = (
+            float(values.sum(dtype=torch.float64)),
+            float((values * ramp).sum(dtype=torch.float64)),
+        )
+    return found
+
+
+def cost(setup: Setup) -> Finding:
+    """What an iteration will ask of the model and the rewards."""
+    plan, count = setup.algorithm.plan, setup.recipe.train.prompts_per_iteration
+    trained = sum(parameter.numel() for parameter in trainable_parameters(setup.model.network).values())
+    return Finding(
+        True,
+        f"an iteration will cost {count * plan.velocity_evaluations:,} velocity evaluations in the rollout and"
+        f" {count * plan.trained_states:,} in training, {count * plan.decodes:,} decodes and as many scores"
+        f" from each of {len(setup.rewards)} rewards; {trained:,} weights are trained",
+    )
