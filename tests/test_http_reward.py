@@ -315,7 +315,10 @@ def test_a_service_that_is_down_is_refused_at_the_start() -> None:
         ({"url": 3}, "option 'url' is 3"),
         ({"url": "127.0.0.1:80"}, "expected an address such as http://"),
         ({"url": "file:///etc/passwd"}, "expected an address such as http://"),
-        ({"url": "http://h/?key=1"}, r"without '\?' and '#'"),
+        ({"url": "http://h/?key=1"}, r"'http://h/'; .*without '\?' and '#'"),
+        ({"url": "http://h:99999"}, "expected an address such as http://"),
+        ({"url": "http://[::1"}, "expected an address such as http://"),
+        ({"url": "http://h/ü b"}, "expected an address such as http://"),
         ({"url": "http://h", "timeuot": 3}, "did you mean 'timeout'"),
         ({"url": "http://h", "timeout": 0}, "option 'timeout' is 0"),
         ({"url": "http://h", "retries": -1}, "option 'retries' is -1"),
@@ -340,9 +343,11 @@ def test_secrets_come_from_the_environment_alone(service: Fake, monkeypatch: pyt
     for options in (
         {"token_env": "sk-secret"},
         {"headers_env": {"A": "sk-secret"}},
+        {"headers_env": "sk-secret"},
+        {"token_env": ["sk-secret"]},
         {"url": "http://u:sk-secret@h"},
     ):
-        with pytest.raises(InputError, match="environment variable") as failure:
+        with pytest.raises(InputError, match="_env") as failure:
             load(service, **options)
         assert "sk-secret" not in str(failure.value)
     monkeypatch.setenv("MY_TOKEN", "two\nlines")

@@ -84,7 +84,7 @@ def train(
     def call(fake: Fake | str, *overrides: str) -> tuple[int, str]:
         url = fake if isinstance(fake, str) else fake.url
         options = json.dumps({"url": url, "backoff": 0.001, "retries": 2})
-        words = [f"output={tmp_path}", f"rewards=[{{name: http, options: {options}}}]", *overrides]
+        words = [f"output={tmp_path}", f"rewards=[{{name: http/red, options: {options}}}]", *overrides]
         monkeypatch.setattr(sys, "argv", ["flowcredit", "train", "recipe.yaml", *words])
         try:
             cli.main()
@@ -126,8 +126,8 @@ def test_a_run_is_trained_by_a_service(train: Run, tmp_path: Path) -> None:
     assert len(set(iteration["prompts"])) == 1
     [record] = log_of(tmp_path / "tiny")
     # The log's mean is over scored segments, so that the images of the second step count twice.
-    assert min(scores) < record["reward/http"] < max(scores)
-    assert (record["missing/http"], record["failed/http"]) == (0, 0)
+    assert min(scores) < record["reward/http/red"] < max(scores)
+    assert (record["missing/http/red"], record["failed/http/red"]) == (0, 0)
     assert record["reward_calls"] == LEAVES
     assert record["grad_norm"] > 0
 
@@ -143,7 +143,7 @@ def test_images_without_a_score_are_counted_as_missing_not_as_failed(train: Run,
     with fake_service(respond) as fake:
         assert train(fake)[0] == 0
     [record] = log_of(tmp_path / "tiny")
-    assert (record["missing/http"], record["failed/http"]) == (2, 0)
+    assert (record["missing/http/red"], record["failed/http/red"]) == (2, 0)
     assert record["grad_norm"] > 0
 
 
@@ -158,7 +158,7 @@ def test_a_service_that_dies_stops_the_run_and_no_finished_iteration_is_lost(
         code, err = train(fake, "train.iterations=2")
         assert code == 2
         assert err.count("\n") == 1
-        assert "reward 'http' failed on the prompt 'a " in err
+        assert "reward 'http/red' failed on the prompt 'a " in err
         assert f"(and {LEAVES - 1} more in its batch): {fake.url}" in err
         assert "Traceback" not in err
     assert [record["iteration"] for record in log_of(tmp_path / "tiny")] == [1]
@@ -169,13 +169,13 @@ def test_under_skip_the_run_goes_on_and_the_log_counts_what_is_missing(train: Ru
     with fake_service(dying(2, HANG_UP)) as fake:
         assert train(fake, "train.iterations=2", "scoring.on_error=skip")[0] == 0
     first, second = log_of(tmp_path / "tiny")
-    assert (first["missing/http"], first["failed/http"]) == (0, 0)
-    assert (second["missing/http"], second["failed/http"]) == (LEAVES, LEAVES)
-    assert second["reward/http"] is None
+    assert (first["missing/http/red"], first["failed/http/red"]) == (0, 0)
+    assert (second["missing/http/red"], second["failed/http/red"]) == (LEAVES, LEAVES)
+    assert second["reward/http/red"] is None
     assert second["dead_groups"] == 1
     assert (tmp_path / "tiny/report.html").is_file()
     after, _ = load_evaluation(tmp_path / "tiny/evaluations/000002.json")
-    assert all(score is None or score != score for score in after.scores["http"])
+    assert all(score is None or score != score for score in after.scores["http/red"])
 
 
 def test_a_service_that_is_down_is_refused_before_anything_is_made(train: Run, tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from flowcredit.interfaces import Conditioning, Reward
 from flowcredit.plan import Plan, Segment
-from flowcredit.scoring import RewardError, ScoreCounts, score_images, score_leaves
+from flowcredit.scoring import PartialFailure, RewardError, ScoreCounts, score_images, score_leaves
 
 
 @dataclass
@@ -171,6 +171,26 @@ def test_failures_and_missing_scores_are_counted() -> None:
     assert counts.failed == {"mine": 2, "brightness": 0}
     assert scores[0][0].isnan().tolist() == [[True, True], [True, True], [False, False]]
     assert scores[0][0, 2].tolist() == [1.0, 1.0]
+
+
+def test_a_reward_that_knows_which_images_it_failed_on_keeps_the_others() -> None:
+    calls: list[int] = []
+
+    def reward(images: Tensor, prompts: Sequence[str]) -> Tensor:
+        calls.append(len(prompts))
+        raise PartialFailure(torch.tensor([1.0, math.nan, 3.0, math.inf]), {2: "it is down", 1: "no"})
+
+    assert nan_equal(run(reward, count=4, batch_size=4, on_error="skip"), [1.0, None, None, None])
+    with pytest.raises(RewardError, match=r"'prompt 1' \(and 1 more in its batch\): no; mend"):
+        run(reward, count=4, batch_size=4)
+    assert calls == [4, 4]
+    rewards: dict[str, Any] = {"mine": reward}
+    _, counts = score_leaves(
+        Decoder(), {0: torch.rand(2, 2)}, ["a", "b"], {}, rewards, batch_size=4, on_error="skip"
+    )
+    assert (counts.missing, counts.failed) == ({"mine": 3}, {"mine": 3})
+    with pytest.raises(RewardError, match="returned 4 scores for 3 images"):
+        run(reward, count=3, on_error="skip")
 
 
 def test_nan_and_none_are_no_score_and_no_failure() -> None:

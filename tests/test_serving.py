@@ -273,7 +273,7 @@ def test_the_command_serves_until_ctrl_c() -> None:
         ("clip", ["path"], {}, "expected key=value"),
         ("clip", ["path=/nowhere"], {}, "/nowhere/config.json: cannot be read"),
         ("clip", ["path=[1"], {}, "--option 'path=[1'"),
-        ("shapes", [], {"device": "nonsense"}, "model.device"),
+        ("shapes", [], {"device": "nonsense"}, "--device is 'nonsense'"),
         ("shapes", [], {"token_env": "NOT_SET_HERE"}, "'NOT_SET_HERE' is not set"),
         ("simple_rewards:redness", [], {"host": "203.0.113.1"}, "cannot listen on 203.0.113.1:0"),
     ],

@@ -110,7 +110,8 @@ class WatchedReward(Section):
     """A reward that is only measured."""
 
     name: Text
-    """A reward by name (`shapes`, `clip`) or as `module:attribute`. Required."""
+    """A reward by name (`shapes`, `clip`), with a label (`http/deqa`) where there are several of a kind, or
+    as `module:attribute`. Required."""
     options: dict[str, JsonValue] = Field(default_factory=dict)
     """What the reward itself takes, such as a model folder; nothing by default."""
 

@@ -249,7 +249,11 @@ def serve_command(
     token = None if token_env is None else os.environ.get(token_env, "").strip()
     if token == "":
         raise InputError(f"--token-env: the environment variable {token_env!r} is not set")
-    reward = load_reward(name, _read_options(options), device_of(device))
+    try:
+        where = device_of(device)
+    except InputError as error:
+        raise InputError(str(error).replace("model.device", "--device", 1)) from None
+    reward = load_reward(name, _read_options(options), where)
     service = Service(name, reward, max_megabytes << 20, token)
     try:
         server = RewardServer((host, port), service)

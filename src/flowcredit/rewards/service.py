@@ -52,6 +52,8 @@ def read_options(kind: type[Options], reward: str, options: Mapping[str, Any]) -
         if first["type"] == "missing":
             raise InputError(f"reward {reward!r} needs the option {name!r}") from None
         found = json.dumps(first["input"], ensure_ascii=False, default=str)[:60]
+        if "_env" in name:
+            found = "not as it should be"  # Perhaps the secret itself.
         problem = first["msg"][0].lower() + first["msg"][1:]
         raise InputError(f"reward {reward!r}: option {name!r} is {found}: {problem}") from None
 
@@ -62,17 +64,7 @@ def make_endpoint(reward: str, options: EndpointOptions) -> Endpoint:
     Raises:
         InputError: an address that is none, or an environment variable that is not set.
     """
-    parts = urlsplit(options.url)
-    if parts.username is not None or parts.password is not None:
-        raise InputError(
-            f"reward {reward!r}: the option 'url' holds a user name or password; put the secret into an "
-            "environment variable and name that by token_env or headers_env"
-        )
-    if parts.scheme not in ("http", "https") or not parts.hostname or parts.query or parts.fragment:
-        raise InputError(
-            f"reward {reward!r}: the option 'url' is {options.url!r}; expected an address such as "
-            "http://127.0.0.1:8765, without '?' and '#'"
-        )
+    _check_url(reward, options.url)
     headers = {name: _secret(reward, "headers_env", key) for name, key in options.headers_env.items()}
     if options.token_env is not None:
         headers["Authorization"] = f"Bearer {_secret(reward, 'token_env', options.token_env)}"
@@ -82,6 +74,25 @@ def make_endpoint(reward: str, options: EndpointOptions) -> Endpoint:
     return Endpoint(
         options.url.rstrip("/"), headers, options.timeout, options.retries, float(options.backoff)
     )
+
+
+def _check_url(reward: str, url: str) -> None:
+    # What follows a '?' or stands before an '@' may be a secret: it is not shown.
+    if "@" in url:
+        raise InputError(
+            f"reward {reward!r}: the option 'url' holds an '@', so a user name or password; put the secret "
+            "into an environment variable and name that by token_env or headers_env"
+        )
+    try:
+        parts = urlsplit(url)
+        usable = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:
+        usable = False
+    if not usable or not re.fullmatch(r"[!-~]+", url) or "?" in url or "#" in url:
+        raise InputError(
+            f"reward {reward!r}: the option 'url' is {url.partition('?')[0]!r}; expected an address such as "
+            "http://127.0.0.1:8765, without '?' and '#'"
+        )
 
 
 def _secret(reward: str, option: str, variable: str) -> str:
