@@ -9,8 +9,9 @@ from diffusers import FluxPipeline
 from flowcredit.assembly import build_grid, build_model, build_rewards
 from flowcredit.comparison import Evaluation, group_means, summarise
 from flowcredit.evaluate import evaluate
-from flowcredit.models.loading import PipelineFlow, quiet_libraries
+from flowcredit.models.loading import PipelineFlow
 from flowcredit.prompts import load_prompts
+from flowcredit.quiet import quiet_libraries
 from flowcredit.recipe_io import load_recipe
 from flowcredit.rollout import KeyedNoise
 from flowcredit.shapes import bundled_path

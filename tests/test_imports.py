@@ -14,7 +14,7 @@ PACKAGE = ROOT / "src" / "flowcredit"
 
 FLOORS = (
     ("errors",),
-    ("text_file", "yaml_lines", "sections", "shapes", "image_grid", "console", "published"),
+    ("text_file", "quiet", "yaml_lines", "sections", "shapes", "image_grid", "console", "published"),
     ("methods",),
     ("config",),
     ("recipe_io", "prompt_files", "noise_table"),
@@ -31,9 +31,9 @@ FLOORS = (
     ("measurement",),
     ("evaluation_files",),
     ("evaluate", "calibration", "diagnostics"),
-    ("report", "calibrate"),
+    ("report", "calibrate", "check"),
     ("trainer", "serving"),
-    ("serve_command",),
+    ("tool_commands",),
     ("cli",),
     ("__main__",),
 )
@@ -55,7 +55,7 @@ LIGHT = (
     "algorithms",
     "cli",
     "run_folder",
-    "serve_command",
+    "tool_commands",
 )
 HEAVY = {
     "torch",

@@ -4,7 +4,7 @@ Axes: P prompts, H and W image height and width.
 """
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -18,14 +18,15 @@ from flowcredit.models.own_call import pipeline_images
 from flowcredit.plan import Plan, Segment
 from flowcredit.rollout import KeyedNoise, rollout
 from flowcredit.scoring import score_images, score_leaves
-from flowcredit.transition import Kernel
 from flowcredit.update import update_policy
-from flowcredit.weights import trainable_parameters
+from flowcredit.weights import fingerprints, trainable_parameters
 
 EXACT, ROUNDED = 1e-4, 0.05
 """Largest difference of an image from the pipeline's, mean over its pixels: in float32, and below."""
 STEPS = 4
 """Sampling steps of the comparison."""
+DRAWN = 4
+"""Held-out prompts whose images the rewards are tried on."""
 _ITERATION = -3_000_000
 """Keys the noises of a check: none of training's, evaluation's, calibration's or a diagnosis'."""
 
@@ -96,20 +97,31 @@ class _Given:
 
 
 def rewards_tell_apart(setup: Setup) -> Iterator[Finding]:
-    """Every reward scores a drawn image, noise and black with numbers, and not all alike."""
-    recipe, prompts = setup.recipe, setup.heldout_prompts.take([0, 0, 0])
-    drawn = pipeline_images(setup.model, prompts.prompts[:1], STEPS, torch.Generator().manual_seed(1))
-    noise = torch.rand(drawn.shape, generator=torch.Generator().manual_seed(2)).to(drawn)
-    images = torch.cat([drawn, noise, torch.zeros_like(drawn)])
+    """Every reward scores drawn images, noise and black with numbers, and not all alike."""
+    recipe = setup.recipe
+    count = min(DRAWN, len(setup.heldout_prompts))
+    prompts = setup.heldout_prompts.take([*range(count), 0, 0])
+    steps = recipe.evaluation.num_steps or recipe.algorithm.num_steps
+    drawn = pipeline_images(
+        setup.model, prompts.prompts[:count], steps, torch.Generator().manual_seed(1)
+    ).cpu()
+    noise = torch.rand(drawn[:1].shape, generator=torch.Generator().manual_seed(2))
+    images = torch.cat([drawn, noise, torch.zeros_like(noise)]).to(setup.model.device)
     rewards = {**setup.rewards, **setup.watched}
     scores = score_images(
-        rewards, images, prompts.prompts, prompts.columns, batch_size=3, timeout_s=recipe.scoring.timeout_s
+        rewards,
+        images,
+        prompts.prompts,
+        prompts.columns,
+        batch_size=recipe.scoring.batch_size,
+        timeout_s=recipe.scoring.timeout_s,
     )
-    for name, (image, of_noise, black) in zip(rewards, scores.tolist(), strict=True):
-        there = [value for value in (image, of_noise, black) if math.isfinite(value)]
+    for name, row in zip(rewards, scores.tolist(), strict=True):
+        *drew, of_noise, black = row
+        shown = f"{min(drew):.4g}" if min(drew) == max(drew) else f"{min(drew):.4g} to {max(drew):.4g}"
         yield Finding(
-            len(there) == 3 and len(set(there)) > 1,
-            f"reward {name}: a drawn image {image:.4g}, noise {of_noise:.4g}, black {black:.4g}; expected"
+            all(math.isfinite(value) for value in row) and len(set(row)) > 1,
+            f"reward {name}: {count} drawn images {shown}, noise {of_noise:.4g}, black {black:.4g}; expected"
             " numbers that are not all the same",
         )
 
@@ -167,26 +179,13 @@ def first_update(setup: Setup) -> Iterator[Finding]:
     )
 
 
-def fingerprints(parameters: Mapping[str, Tensor]) -> dict[str, tuple[float, float]]:
-    """Two sums of each tensor, which a change of any weight moves; no second copy of the weights is made."""
-    found = {}
-    for name, parameter in parameters.items():
-        values = parameter.detach().flatten()
-        ramp = torch.linspace(0.5, 1.5, len(values), device=values.device)
-        found[name] = (
-            float(values.sum(dtype=torch.float64)),
-            float((values * ramp).sum(dtype=torch.float64)),
-        )
-    return found
-
-
 def cost(setup: Setup) -> Finding:
     """What an iteration will ask of the model and the rewards."""
     plan, count = setup.algorithm.plan, setup.recipe.train.prompts_per_iteration
     trained = sum(parameter.numel() for parameter in trainable_parameters(setup.model.network).values())
     return Finding(
         True,
-        f"an iteration will cost {count * plan.velocity_evaluations:,} velocity evaluations in the rollout and"
+        f"an iteration costs {count * plan.velocity_evaluations:,} velocity evaluations in the rollout and"
         f" {count * plan.trained_states:,} in training, {count * plan.decodes:,} decodes and as many scores"
         f" from each of {len(setup.rewards)} rewards; {trained:,} weights are trained",
     )

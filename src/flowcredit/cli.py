@@ -11,7 +11,7 @@ from rich.console import Console
 
 from flowcredit.errors import InputError
 from flowcredit.published import PUBLISHED, published_table
-from flowcredit.serve_command import serve_reward
+from flowcredit.tool_commands import check, serve_reward
 
 if TYPE_CHECKING:
     from flowcredit.config import Recipe
@@ -319,6 +319,7 @@ def settings() -> None:
         typer.echo(f"{each.setting} = {default}\n    {each.description}")
 
 
+app.command()(check)
 app.command("serve-reward")(serve_reward)
 
 

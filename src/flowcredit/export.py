@@ -5,7 +5,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from flowcredit.errors import InputError
-from flowcredit.models.loading import PipelineFlow, components, quiet_libraries
+from flowcredit.models.loading import PipelineFlow, components
+from flowcredit.quiet import quiet_libraries
 
 LORA_FILE = "pytorch_lora_weights.safetensors"
 

@@ -2,7 +2,7 @@
 
 import signal
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -29,8 +29,8 @@ from flowcredit.rollout import KeyedNoise, Rollout, rollout
 from flowcredit.run_folder import RunFolder
 from flowcredit.scoring import ScoreCounts, score_leaves
 from flowcredit.training_log import Record, iteration_line, iteration_record
-from flowcredit.update import learning_rate, update_policy
-from flowcredit.weights import EMA, trainable_parameters
+from flowcredit.update import UpdateMetrics, learning_rate, update_policy
+from flowcredit.weights import EMA, fingerprints, trainable_parameters
 
 MAY_CHANGE = (
     "train.iterations",
@@ -230,7 +230,25 @@ def _iterate(setup: Setup, progress: Progress, monitor: Monitor, check: Callable
         credit.clamp,
         recipe.train.reward_weights_on,
     )
+    monitor.stage("updating", 1)
     rate = learning_rate(recipe.train, iteration)
+    metrics = _update(setup, progress, rate, cond, ran, advantages)
+    progress.iteration += 1
+    _count(progress, ran, counts, time.monotonic() - began)
+    record: Record = {"iteration": progress.iteration, "learning_rate": rate, "prompts": len(prompts)}
+    record |= iteration_record(tuple(setup.rewards), scores, counts, advantages, metrics)
+    return record | progress.totals
+
+
+def _update(
+    setup: Setup,
+    progress: Progress,
+    rate: float,
+    cond: Conditioning,
+    ran: Rollout,
+    advantages: Mapping[int, Tensor],
+) -> UpdateMetrics:
+    """Train on a rollout. Raises InputError where the run's first update moves nothing."""
     for group in progress.optimizer.param_groups:
         group["lr"] = rate
 
@@ -238,7 +256,8 @@ def _iterate(setup: Setup, progress: Progress, monitor: Monitor, check: Callable
         if progress.ema is not None:
             progress.ema.update(setup.model.network)
 
-    monitor.stage("updating", 1)
+    first = progress.iteration == 0 and any(bool(each.any()) for each in advantages.values())
+    before = fingerprints(progress.parameters) if first else {}
     metrics = update_policy(
         setup.model,
         cond,
@@ -246,15 +265,17 @@ def _iterate(setup: Setup, progress: Progress, monitor: Monitor, check: Callable
         [step for step in ran.transitions if setup.algorithm.plan.segments[step.segment].trained],
         advantages,
         progress.optimizer,
-        recipe.train,
+        setup.recipe.train,
         after_step,
         setup.reference,
     )
-    progress.iteration += 1
-    _count(progress, ran, counts, time.monotonic() - began)
-    record: Record = {"iteration": progress.iteration, "learning_rate": rate, "prompts": len(prompts)}
-    record |= iteration_record(tuple(setup.rewards), scores, counts, advantages, metrics)
-    return record | progress.totals
+    if first and fingerprints(progress.parameters) == before:
+        raise InputError(
+            "the first update moved no trained weight, though advantages were not all 0: the gradient does"
+            f" not reach them (its norm was {metrics.grad_norm:g}); look at weights.targets and"
+            " train.learning_rate"
+        )
+    return metrics
 
 
 def _roll_out(

@@ -25,7 +25,6 @@ from torch import Tensor
 
 from flowcredit.errors import InputError
 from flowcredit.interfaces import Conditioning
-from flowcredit.models.loading import quiet_libraries
 from flowcredit.models.pipelines import (
     Guidance,
     PipelineSettings,
@@ -41,6 +40,7 @@ from flowcredit.models.pipelines import (
     load_pipeline,
     set_checkpointing,
 )
+from flowcredit.quiet import quiet_libraries
 from flowcredit.time_grid import check_grid
 
 PREDICTIONS = ("epsilon", "v_prediction")

@@ -2,9 +2,7 @@
 
 import importlib
 import json
-import logging
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -12,6 +10,7 @@ import torch
 
 from flowcredit.errors import InputError
 from flowcredit.interfaces import FlowModel
+from flowcredit.quiet import quiet_libraries
 
 if TYPE_CHECKING:
     from flowcredit.models.pipelines import PipelineSettings
@@ -160,23 +159,3 @@ def _check_components(folder: Path, index: Mapping[str, Any]) -> None:
                 f"{folder / name}: no vocabulary (found {', '.join(sorted(files)) or 'nothing'}); "
                 f"expected one of {', '.join(sorted(TOKENIZER_FILES))}"
             )
-
-
-@contextmanager
-def quiet_libraries() -> Iterator[None]:
-    """Without the libraries' progress bars and remarks on parts that this project does not use."""
-    from diffusers.utils import logging as diffusers_logging
-    from transformers.utils import logging as transformers_logging
-
-    libraries = (diffusers_logging, transformers_logging)
-    before = [(library.is_progress_bar_enabled(), library.get_verbosity()) for library in libraries]
-    for library in libraries:
-        library.disable_progress_bar()
-        library.set_verbosity(logging.ERROR)
-    try:
-        yield
-    finally:
-        for library, (bar, verbosity) in zip(libraries, before, strict=True):
-            library.set_verbosity(verbosity)
-            if bar:
-                library.enable_progress_bar()

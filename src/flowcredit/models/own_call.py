@@ -1,25 +1,28 @@
 """What plain diffusers makes of a prompt: the pipeline's own call, for comparison with the adapters."""
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from flowcredit.models.loading import PipelineFlow, quiet_libraries
-from flowcredit.models.pipelines import PipelineSettings
+from flowcredit.models.loading import PipelineFlow
+from flowcredit.quiet import quiet_libraries
+
+if TYPE_CHECKING:
+    from flowcredit.models.pipelines import PipelineSettings
 
 Arguments = dict[str, Any]
 
 
-def _flux(settings: PipelineSettings, count: int) -> Arguments:
+def _flux(settings: "PipelineSettings", count: int) -> Arguments:
     return {
         "guidance_scale": settings.guidance_scale,
         "max_sequence_length": settings.max_sequence_length,
     }
 
 
-def _qwen_image(settings: PipelineSettings, count: int) -> Arguments:
+def _qwen_image(settings: "PipelineSettings", count: int) -> Arguments:
     return {
         "true_cfg_scale": settings.guidance_scale,
         "negative_prompt": [settings.negative_prompt] * count if settings.guided else None,
@@ -27,18 +30,18 @@ def _qwen_image(settings: PipelineSettings, count: int) -> Arguments:
     }
 
 
-def _sd3(settings: PipelineSettings, count: int) -> Arguments:
+def _sd3(settings: "PipelineSettings", count: int) -> Arguments:
     return {**_diffusion(settings, count), "max_sequence_length": settings.max_sequence_length}
 
 
-def _diffusion(settings: PipelineSettings, count: int) -> Arguments:
+def _diffusion(settings: "PipelineSettings", count: int) -> Arguments:
     return {
         "guidance_scale": settings.guidance_scale,
         "negative_prompt": [settings.negative_prompt] * count,
     }
 
 
-ARGUMENTS: Mapping[str, Callable[[PipelineSettings, int], Arguments]] = {
+ARGUMENTS: Mapping[str, Callable[["PipelineSettings", int], Arguments]] = {
     "FluxPipeline": _flux,
     "QwenImagePipeline": _qwen_image,
     "StableDiffusion3Pipeline": _sd3,

@@ -15,7 +15,6 @@ from torch import Tensor
 
 from flowcredit.errors import InputError
 from flowcredit.interfaces import Conditioning
-from flowcredit.models.loading import quiet_libraries
 from flowcredit.models.pipelines import (
     JOINT_ATTENTION,
     Guidance,
@@ -35,6 +34,7 @@ from flowcredit.models.pipelines import (
     set_checkpointing,
     unpack_latents,
 )
+from flowcredit.quiet import quiet_libraries
 
 LONGEST_SEQUENCE = 1024
 """Text tokens: QwenImagePipeline refuses more."""

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from flowcredit.errors import InputError
 from flowcredit.interfaces import Conditioning
-from flowcredit.models.loading import absent_components, quiet_libraries
+from flowcredit.models.loading import absent_components
 from flowcredit.models.pipelines import (
     JOINT_ATTENTION,
     Guidance,
@@ -33,6 +33,7 @@ from flowcredit.models.pipelines import (
     scheduler_grid,
     set_checkpointing,
 )
+from flowcredit.quiet import quiet_libraries
 
 LONGEST_SEQUENCE = 512
 """T5 tokens: StableDiffusion3Pipeline refuses more."""

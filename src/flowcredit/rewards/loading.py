@@ -15,6 +15,7 @@ from torch import Tensor
 
 from flowcredit.errors import InputError
 from flowcredit.interfaces import Reward
+from flowcredit.quiet import quiet_libraries
 from flowcredit.scoring import columns_of
 
 Options = Mapping[str, Any]
@@ -130,6 +131,11 @@ _REGISTERED: Mapping[str, _Registered] = {
 
 def _load_registered(name: str, options: Options, device: torch.device) -> Reward:
     """Call the reward's function; its parameters say which options must be given, and of which type."""
+    with quiet_libraries():
+        return _make_registered(name, options, device)
+
+
+def _make_registered(name: str, options: Options, device: torch.device) -> Reward:
     entry = _REGISTERED[name]
     module = vars(importlib.import_module(f"flowcredit.rewards.{entry.module}"))
     make = module[entry.function]

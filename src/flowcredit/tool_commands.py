@@ -1,8 +1,35 @@
-"""The command ``flowcredit serve-reward``: its words alone; what it does is in ``flowcredit.serving``."""
+"""Commands beside a run, their words alone: `check` is done by ``flowcredit.check``, `serve-reward` by
+``flowcredit.serving``."""
 
 from typing import Annotated
 
 import typer
+
+
+def check(
+    recipe: Annotated[str, typer.Argument(metavar="RECIPE", help="A recipe file.", show_default=False)],
+    overrides: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="SETTING=VALUE", help="Settings to change.", show_default=False),
+    ] = None,
+) -> None:
+    """Try a recipe on its own model and rewards, in the time of one prompt; nothing is written.
+
+    Without noise its images must be the pipeline's own; a fresh rollout must have a ratio of 1; one update
+    must move what is trained and nothing else; rewards must tell images apart. Says what an iteration will
+    cost. Exit code 1 if something does not hold.
+
+    [cyan]flowcredit check recipes/shapes_g2rpo.yaml[/cyan]
+
+    [cyan]flowcredit check recipes/flux1_dev_g2rpo_lora.yaml model.path=/models/FLUX.1-dev[/cyan]
+    """
+    from flowcredit.recipe_io import load_recipe
+
+    settings = load_recipe(recipe, overrides or [])
+    from flowcredit.check import check_command
+
+    if not check_command(settings):
+        raise typer.Exit(1)
 
 
 def serve_reward(
