@@ -50,10 +50,19 @@ def folder(folder_of: Folder) -> Path:
     return folder_of("epsilon")
 
 
-@pytest.mark.parametrize(
-    ("guidance_scale", "height", "width"), [(1.0, 32, 32), (5.0, 32, 32), (1.0, 24, 40), (5.0, 24, 40)]
-)
-@pytest.mark.parametrize("kind", SCHEDULERS)
+PARITY = [
+    *(
+        (kind, scale, *size)
+        for kind in ("epsilon", "v")
+        for scale in (1.0, 5.0)
+        for size in ((32, 32), (24, 40))
+    ),
+    ("epsilon to the end", 5.0, 24, 40),
+    ("v from pure noise", 5.0, 24, 40),
+]
+
+
+@pytest.mark.parametrize(("kind", "guidance_scale", "height", "width"), PARITY)
 def test_without_noise_the_image_is_the_pipelines(
     folder_of: Folder, kind: str, guidance_scale: float, height: int, width: int
 ) -> None:
@@ -191,6 +200,19 @@ def test_exported_pipeline_gives_the_trained_image(folder: Path, tmp_path: Path)
     assert (images - euler_images(load_tiny_diffusion(folder), PROMPTS, num_steps=4)).abs().max() > 0.02
     source = folder / "scheduler" / "scheduler_config.json"
     assert (export / "scheduler" / "scheduler_config.json").read_bytes() == source.read_bytes()
+
+
+def test_a_safety_checker_is_not_read_and_is_kept(tmp_path: Path) -> None:
+    folder = build_tiny_diffusion(tmp_path / "sd")
+    index = json.loads((folder / "model_index.json").read_text())
+    index["safety_checker"] = ["stable_diffusion", "StableDiffusionSafetyChecker"]
+    (folder / "model_index.json").write_text(json.dumps(index))
+    (folder / "safety_checker").mkdir()
+    (folder / "safety_checker" / "model.safetensors").write_bytes(b"as it was")
+    model = load_tiny_diffusion(folder)
+    assert model.pipeline.safety_checker is None
+    export = export_weights(model, tmp_path / "export")
+    assert (export / "safety_checker" / "model.safetensors").read_bytes() == b"as it was"
 
 
 def test_truncated_prompts_are_counted(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
