@@ -102,6 +102,14 @@ _REGISTERED: Mapping[str, _Registered] = {
             "tokenizer": "the folder of CLIP's tokenizer in transformers' layout",
         },
     ),
+    "image_reward": _Registered(
+        "image_reward",
+        "load_image_reward",
+        {
+            "path": "ImageReward.pt",
+            "tokenizer": "the folder of bert-base-uncased's tokenizer in transformers' layout",
+        },
+    ),
     "pickscore": _Registered(
         "pickscore",
         "load_pickscore",
