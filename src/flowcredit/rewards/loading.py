@@ -110,11 +110,13 @@ _REGISTERED: Mapping[str, _Registered] = {
             "tokenizer": "the folder of bert-base-uncased's tokenizer in transformers' layout",
         },
     ),
+    "ocr": _Registered("ocr", "load_ocr"),
     "pickscore": _Registered(
         "pickscore",
         "load_pickscore",
         {"path": "the folder of PickScore's CLIPModel", "processor": "the folder of its processor"},
     ),
+    "sharpness": _Registered("sharpness", "load_sharpness"),
 }
 
 
