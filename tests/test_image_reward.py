@@ -229,11 +229,12 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Reference]:
     model = Reference(words + 2).eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            # Biases and norms that are not what a new model begins with, and a prompt that matters.
-            if parameter.ndim == 1:
-                parameter.add_(0.3 * torch.randn(parameter.shape))
-            elif "mlp.layers" in name or "crossattention" in name:
-                parameter.mul_(2)
+            if re.search("embed|cls_token", name) and "LayerNorm" not in name:
+                parameter.mul_(0.02)  # so small that the epsilon of the norms counts
+            elif parameter.ndim == 1:
+                parameter.add_(0.3 * torch.randn(parameter.shape))  # not what a new model begins with
+            elif re.search(r"mlp\.layers|crossattention", name):
+                parameter.mul_(2)  # so that image and prompt both matter
     torch.save(model.state_dict(), folder / "ImageReward.pt")
     return folder, model
 
