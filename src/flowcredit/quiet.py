@@ -1,17 +1,17 @@
-"""Diffusers and transformers without bars, and without remarks that a user can do nothing about."""
+"""Libraries without the bars and remarks that a user of this project can do nothing about."""
 
+import importlib
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 
 @contextmanager
-def quiet_libraries() -> Iterator[None]:
-    """Without the libraries' progress bars and remarks on parts that this project does not use."""
-    from diffusers.utils import logging as diffusers_logging
-    from transformers.utils import logging as transformers_logging
-
-    libraries = (diffusers_logging, transformers_logging)
+def quiet_libraries(*names: str) -> Iterator[None]:
+    """Diffusers and transformers, or those of the two that are named, say errors alone and draw no bars."""
+    libraries = [
+        importlib.import_module(f"{name}.utils.logging") for name in names or ("diffusers", "transformers")
+    ]
     before = [(library.is_progress_bar_enabled(), library.get_verbosity()) for library in libraries]
     for library in libraries:
         library.disable_progress_bar()

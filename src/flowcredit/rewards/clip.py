@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from flowcredit.errors import InputError
+from flowcredit.quiet import quiet_libraries
 from flowcredit.rewards.files import listed, read_json
 from flowcredit.rewards.preprocessing import read_preprocessing
 from flowcredit.shapes import bundled_path
@@ -103,7 +104,8 @@ def load_clip_model(folder: Path) -> Any:
     from transformers import CLIPModel
 
     try:
-        model, report = CLIPModel.from_pretrained(folder, local_files_only=True, output_loading_info=True)
+        with quiet_libraries("transformers"):
+            model, report = CLIPModel.from_pretrained(folder, local_files_only=True, output_loading_info=True)
     except (OSError, ValueError, RuntimeError) as error:
         raise InputError(_incomplete(folder, str(error).splitlines()[0])) from error
     # What is missing would be drawn at random. Old versions also saved the numbers of the positions.

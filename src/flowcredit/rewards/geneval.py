@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from flowcredit.errors import InputError
 from flowcredit.image_grid import to_pixels
+from flowcredit.quiet import quiet_libraries
 from flowcredit.rewards.clip import ClipScore, load_clip_score
 from flowcredit.rewards.geneval_rules import Found, Objects, degree, is_right, read_wanted
 
@@ -131,10 +132,11 @@ def load_geneval(detector: str, clip: str, device: torch.device, graded: bool = 
     if not (folder / "config.json").is_file():
         raise InputError(_no_detector(folder, "there is no config.json in it"))
     try:
-        model, report = AutoModelForObjectDetection.from_pretrained(
-            folder, local_files_only=True, output_loading_info=True
-        )
-        processor = AutoImageProcessor.from_pretrained(folder, local_files_only=True, backend="pil")
+        with quiet_libraries("transformers"):
+            model, report = AutoModelForObjectDetection.from_pretrained(
+                folder, local_files_only=True, output_loading_info=True
+            )
+            processor = AutoImageProcessor.from_pretrained(folder, local_files_only=True, backend="pil")
     except (OSError, ValueError, RuntimeError, ImportError) as error:
         raise InputError(_no_detector(folder, str(error).strip().splitlines()[0])) from error
     if report["missing_keys"]:

@@ -15,7 +15,6 @@ from torch import Tensor
 
 from flowcredit.errors import InputError
 from flowcredit.interfaces import Reward
-from flowcredit.quiet import quiet_libraries
 from flowcredit.scoring import columns_of
 
 Options = Mapping[str, Any]
@@ -119,6 +118,15 @@ _REGISTERED: Mapping[str, _Registered] = {
             "tokenizer": "the folder of CLIP's tokenizer in transformers' layout",
         },
     ),
+    "image_reward": _Registered(
+        "image_reward",
+        "load_image_reward",
+        {
+            "path": "ImageReward.pt",
+            "tokenizer": "the folder of bert-base-uncased's tokenizer in transformers' layout",
+        },
+    ),
+    "ocr": _Registered("ocr", "load_ocr"),
     "pickscore": _Registered(
         "pickscore",
         "load_pickscore",
@@ -126,16 +134,12 @@ _REGISTERED: Mapping[str, _Registered] = {
     ),
     "http": _Registered("http", "load_http", settings="HttpOptions"),
     "chat": _Registered("chat", "load_chat", settings="ChatOptions"),
+    "sharpness": _Registered("sharpness", "load_sharpness"),
 }
 
 
 def _load_registered(name: str, options: Options, device: torch.device) -> Reward:
     """Call the reward's function; its parameters say which options must be given, and of which type."""
-    with quiet_libraries():
-        return _make_registered(name, options, device)
-
-
-def _make_registered(name: str, options: Options, device: torch.device) -> Reward:
     entry = _REGISTERED[name]
     module = vars(importlib.import_module(f"flowcredit.rewards.{entry.module}"))
     make = module[entry.function]
