@@ -1,5 +1,6 @@
 """The commands: what they hand on, what they print, how they end."""
 
+import errno
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -165,6 +166,36 @@ def test_bad_input_from_any_depth_is_one_line_and_exit_2(run: Run, stub: Any) ->
     assert "absent.yaml: no such file" in err
 
 
+def test_a_disk_that_refuses_is_one_line(
+    run: Run, stub: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def full(recipe: Recipe, run_dir: Path) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    def no_folder(recipe: Recipe, run_dir: Path) -> None:
+        Path("small.yaml", "below").mkdir()
+
+    for fault, told in ((full, "writing: No space left"), (no_folder, "small.yaml/below: Not a directory")):
+        stub("trainer", "train", fault)
+        monkeypatch.setattr(sys, "argv", ["flowcredit", "train", "small.yaml"])
+        with pytest.raises(SystemExit) as exit_code:
+            cli.main()
+        assert exit_code.value.code == 2
+        assert f"flowcredit: {told}" in capsys.readouterr().err
+
+
+def test_a_stopped_run_is_told_how_to_go_on(run: Run, stub: Any) -> None:
+    def stops(recipe: Recipe, run_dir: Path) -> None:
+        run_dir.mkdir(parents=True)
+        (run_dir / "recipe.yaml").write_text("")
+        raise InputError("reward 'x' failed")
+
+    stub("trainer", "train", stops)
+    code, _, err = run("train", "small.yaml")
+    assert code == 2
+    assert "reward 'x' failed; then: flowcredit train --resume out/small" in err
+
+
 def test_faults_of_our_own_keep_their_trace(run: Run, stub: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(recipe: Recipe, run_dir: Path) -> None:
         raise RuntimeError("a fault")
@@ -218,7 +249,7 @@ def test_sample_refuses_no_or_two_kinds_of_prompts(run: Run, stub: Any, words: l
     calls = stub("evaluate", "sample_command")
     code, _, err = run("sample", "small.yaml", *words)
     assert (code, calls) == (2, [])
-    assert "--prompts FILE" in err
+    assert ("given both --prompt and --prompts" if len(words) == 4 else "--prompts FILE") in err
 
 
 def test_sample_does_not_write_over_a_folder(run: Run, stub: Any) -> None:

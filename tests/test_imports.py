@@ -27,13 +27,13 @@ FLOORS = (
     ("rollout", "scoring"),
     ("models", "rewards"),
     ("weights", "checkpoint", "distributed", "update", "run_folder", "export", "comparison"),
-    ("assembly", "training_log"),
-    ("measurement",),
+    ("assembly", "training_log", "resuming"),
+    ("measurement", "introduction"),
     ("evaluation_files",),
     ("evaluate", "calibration", "diagnostics"),
     ("report", "calibrate", "check"),
     ("trainer", "serving"),
-    ("tool_commands",),
+    ("tool_commands", "cli_inputs"),
     ("cli",),
     ("__main__",),
 )
@@ -56,6 +56,7 @@ LIGHT = (
     "cli",
     "run_folder",
     "tool_commands",
+    "cli_inputs",
 )
 HEAVY = {
     "torch",

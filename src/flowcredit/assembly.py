@@ -14,7 +14,7 @@ from flowcredit.errors import InputError
 from flowcredit.interfaces import FlowModel, Reward
 from flowcredit.models.loading import PipelineFlow, load_model
 from flowcredit.noise_table import read_noise_table
-from flowcredit.prompts import PromptSet, load_prompts
+from flowcredit.prompts import PromptSet, check_group_by, load_prompts
 from flowcredit.rewards.loading import load_reward
 from flowcredit.scoring import check_columns
 from flowcredit.shapes import bundled_path
@@ -51,6 +51,7 @@ def assemble(recipe: Recipe) -> Setup:
     algorithm = algorithms.build(recipe.algorithm)
     train_prompts = load_prompts(recipe.prompts.train, recipe.prompts.column)
     heldout = load_prompts(recipe.prompts.heldout, recipe.prompts.column)
+    check_group_by(heldout, recipe.evaluation.group_by)
     model = build_model(recipe)
     rewards = build_rewards(recipe.rewards, model.device)
     watched = build_rewards(recipe.watch, model.device)

@@ -1,5 +1,6 @@
 """The commands. What is slow to import is imported by the command that needs it."""
 
+import errno
 import os
 import shlex
 import sys
@@ -9,16 +10,23 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 
+from flowcredit.cli_inputs import (
+    INTERRUPTED,
+    check_run,
+    chosen_prompts,
+    only_overrides,
+    open_source,
+    refuse_existing,
+    refuse_existing_run,
+    say_how_to_resume,
+)
 from flowcredit.errors import InputError
 from flowcredit.published import PUBLISHED, published_table
 from flowcredit.tool_commands import check, serve_reward
 
 if TYPE_CHECKING:
-    from flowcredit.config import Recipe
-    from flowcredit.prompts import PromptSet
-    from flowcredit.run_folder import RunFolder
+    pass
 
-INTERRUPTED = 130
 BAD_INPUT = 2
 
 app = typer.Typer(
@@ -50,6 +58,12 @@ def main() -> None:
         app()
     except InputError as error:
         print(f"flowcredit: {error}", file=sys.stderr)
+        sys.exit(BAD_INPUT)
+    except OSError as error:
+        # Of the user's disk: a full one, a folder that may not be written, a file where a folder should be.
+        if error.filename is None and error.errno != errno.ENOSPC:
+            raise
+        print(f"flowcredit: {error.filename or 'writing'}: {error.strerror}", file=sys.stderr)
         sys.exit(BAD_INPUT)
 
 
@@ -107,10 +121,10 @@ def train(
 
     [cyan]flowcredit train --resume runs/shapes-g2rpo[/cyan]
 
-    [cyan]flowcredit train --resume runs/shapes-g2rpo train.iterations=200[/cyan]
+    [cyan]flowcredit train --resume runs/shapes-g2rpo evaluation.every=5[/cyan]
     """
     if resume is not None:
-        _resume(resume, _only_overrides(recipe, overrides))
+        _resume(resume, only_overrides(recipe, overrides))
         return
     if recipe is None:
         raise InputError(
@@ -122,13 +136,17 @@ def train(
     run_dir = Path(settings.output) / settings.name
     # Of several processes only the first asks: it may have made the folder before the others look.
     if os.environ.get("RANK", "0") == "0":
-        _refuse_existing_run(run_dir)
+        refuse_existing_run(run_dir)
     try:
         from flowcredit import trainer
 
         trainer.train(settings, run_dir)
     except KeyboardInterrupt:
-        _say_how_to_resume(run_dir)
+        say_how_to_resume(run_dir)
+    except InputError as error:
+        if not (run_dir / "recipe.yaml").is_file():
+            raise
+        raise InputError(f"{error}; then: flowcredit train --resume {shlex.quote(str(run_dir))}") from error
 
 
 @app.command()
@@ -164,9 +182,9 @@ def evaluate(
 
     [cyan]flowcredit evaluate runs/flux --steps 10 --steps 20 --beside g2rpo_steps[/cyan]
     """
-    settings, run_dir = _open(source, overrides)
+    settings, run_dir = open_source(source, overrides)
     if out is not None:
-        _refuse_existing(out, "scores are not written over")
+        refuse_existing(out, "scores are not written over; choose another --out")
     if beside is not None and beside not in PUBLISHED:
         raise InputError(f"--beside {beside}: no such table; expected one of {', '.join(PUBLISHED)}")
     from flowcredit.evaluate import evaluate_command
@@ -202,9 +220,9 @@ def sample(
 
     [cyan]flowcredit sample runs/shapes-g2rpo --prompt "a red circle" --count 4 --out after[/cyan]
     """
-    settings, run_dir = _open(source, overrides)
-    chosen = _chosen_prompts(prompt, prompts, settings.prompts.column)
-    _refuse_existing(out, "images are not written over")
+    settings, run_dir = open_source(source, overrides)
+    chosen = chosen_prompts(prompt, prompts, settings.prompts.column)
+    refuse_existing(out, "images are not written over; choose another --out")
     from flowcredit.evaluate import sample_command
 
     sample_command(settings, run_dir, chosen, out, count, seed)
@@ -218,7 +236,7 @@ def plan(source: RecipeOrRun, overrides: Overrides = None) -> None:
 
     [cyan]flowcredit plan recipes/shapes_g2rpo.yaml 'algorithm.strides=[1]' algorithm.group_size=8[/cyan]
     """
-    settings, _ = _open(source, overrides)
+    settings, _ = open_source(source, overrides)
     from flowcredit import algorithms
 
     tree = algorithms.build(settings.algorithm).plan
@@ -254,7 +272,7 @@ def calibrate(
 
     [cyan]flowcredit train recipes/shapes_dense_grpo.yaml 'noise={table: psi.json}'[/cyan]
     """
-    settings, run_dir = _open(source, overrides)
+    settings, run_dir = open_source(source, overrides)
     from flowcredit.calibrate import calibrate_command
 
     try:
@@ -288,7 +306,7 @@ def diagnose(
 
     [cyan]flowcredit diagnose runs/shapes-g2rpo --prompts 48[/cyan]
     """
-    settings, run_dir = _open(source, overrides)
+    settings, run_dir = open_source(source, overrides)
     folder = out or ((run_dir or Path()) / "diagnosis")
     from flowcredit.report.diagnose import diagnose_command
 
@@ -303,7 +321,7 @@ def report(
 
     [cyan]flowcredit report runs/shapes-g2rpo[/cyan]
     """
-    _check_run(run)
+    check_run(run)
     from flowcredit.report import build_report
 
     typer.echo(build_report(run))
@@ -324,76 +342,10 @@ app.command("serve-reward")(serve_reward)
 
 
 def _resume(run_dir: Path, overrides: list[str]) -> None:
-    _check_run(run_dir)
+    check_run(run_dir)
     try:
         from flowcredit import trainer
 
         trainer.resume(run_dir, overrides)
     except KeyboardInterrupt:
-        _say_how_to_resume(run_dir)
-
-
-def _only_overrides(first: str | None, others: list[str] | None) -> list[str]:
-    """With --resume there is no recipe to name: the first argument is an override like the others."""
-    if first is not None and "=" not in first:
-        raise InputError(
-            f"--resume reads the run's own recipe; leave out '{first}' (overrides read setting=value)"
-        )
-    return [*([first] if first is not None else []), *(others or [])]
-
-
-def _say_how_to_resume(run_dir: Path) -> None:
-    if run_dir.is_dir():
-        advice = f"go on with: flowcredit train --resume {shlex.quote(str(run_dir))}"
-    else:
-        advice = "the run had not begun"
-    typer.echo(f"\nInterrupted; no finished iteration is lost; {advice}", err=True)
-    raise typer.Exit(INTERRUPTED)
-
-
-def _open(source: str, overrides: list[str] | None) -> "tuple[Recipe, Path | None]":
-    """The recipe that ``source`` is, or that the run in the folder ``source`` holds (with that folder)."""
-    from flowcredit.recipe_io import load_recipe
-
-    path = Path(source)
-    if not path.is_dir():
-        return load_recipe(path, overrides or []), None
-    return load_recipe(_check_run(path).recipe, overrides or []), path
-
-
-def _check_run(path: Path) -> "RunFolder":
-    from flowcredit.run_folder import RunFolder
-
-    folder = RunFolder(path)
-    if not folder.recipe.is_file():
-        found = f"it holds no {folder.recipe.name}" if path.is_dir() else "there is no such folder"
-        raise InputError(f"{path} is no run: {found}; expected the folder that flowcredit train wrote")
-    return folder
-
-
-def _refuse_existing_run(run_dir: Path) -> None:
-    resume = (
-        f"go on with it by flowcredit train --resume {shlex.quote(str(run_dir))}, or "
-        if run_dir.is_dir()
-        else ""
-    )
-    _refuse_existing(run_dir, f"a run is not written over; {resume}give this one another name by name=...")
-
-
-def _refuse_existing(path: Path, advice: str) -> None:
-    if path.exists():
-        raise InputError(f"{path} exists already; {advice}")
-
-
-def _chosen_prompts(texts: list[str] | None, file: str | None, column: str) -> "PromptSet":
-    from flowcredit.prompts import PromptSet, load_prompts
-
-    if file is not None and not texts:
-        chosen = load_prompts(file, column)
-        typer.echo(chosen.describe())
-        return chosen
-    if file is not None or not texts or not all(text.strip() for text in texts):
-        raise InputError(
-            'sample needs prompts: either --prompt "a red circle", once or more, or --prompts FILE'
-        )
-    return PromptSet(tuple(text.strip() for text in texts))
+        say_how_to_resume(run_dir)

@@ -193,7 +193,7 @@ class TrainSettings(Section):
             warmup = self.warmup_iterations
             refuse(
                 "warmup_iterations",
-                f"{warmup} leaves no iteration after the warm-up",
+                f"{warmup} leaves none of the {self.iterations} of train.iterations after the warm-up",
                 f"below {self.iterations}",
             )
         return self
@@ -212,6 +212,17 @@ class WeightSettings(Section):
     """Ends of the names of the layers with adapters, for `lora` alone; by default the attention's
     projections to_q, to_k, to_v and to_out.0, as in the LoRA scripts of diffusers, and for SD3 and
     Qwen-Image the further layers that Flow-GRPO's scripts name."""
+
+    @model_validator(mode="after")
+    def _adapters_are_asked_for(self) -> "WeightSettings":
+        if self.method == "full":
+            for name in ("rank", "alpha", "targets"):
+                value = getattr(self, name)
+                if value != type(self).model_fields[name].default:
+                    refuse(
+                        name, f"{value} is for adapters, but method 'full' has none", "weights.method lora"
+                    )
+        return self
 
 
 class EvaluationSettings(Section):

@@ -71,10 +71,10 @@ class Monitor:
         """An iteration is finished: moves the bar and prints its line when one is due."""
         self.done += 1
         pace = (time.monotonic() - self._began) / (self.done - self._first)
-        left = f"{duration(pace * (self.total - self.done))} left"
+        left = f"{duration(pace * (self.total - self.done))} left" if self.done < self.total else ""
         self._progress.update(self._run, completed=self.done, left=left)
         if self.done % self.line_every == 0 or self.done == self.total:
-            text = f"iteration {self.done}/{self.total}  {summary}  {left}"
+            text = f"iteration {self.done}/{self.total}  {summary}  {left}".rstrip()
             self.console.print(text, highlight=False, soft_wrap=True)
 
     def say(self, text: str) -> None:

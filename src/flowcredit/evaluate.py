@@ -22,7 +22,7 @@ from flowcredit.errors import InputError
 from flowcredit.image_grid import save_grid, save_image
 from flowcredit.interfaces import FlowModel, Reward
 from flowcredit.plan import Plan, Segment
-from flowcredit.prompts import PromptSet, load_prompts
+from flowcredit.prompts import PromptSet, check_group_by, load_prompts
 from flowcredit.rollout import KeyedNoise, rollout
 from flowcredit.scoring import check_columns, decode_images, score_images
 
@@ -214,7 +214,8 @@ def sample_command(
                     rows[index, place] = image.cpu()
     if rows:
         save_grid(torch.stack([rows[key] for key in sorted(rows)]), out / "grid.png", columns=count)
-    console.print(f"{len(prompts) * count} images: {out}", highlight=False, soft_wrap=True)
+    drawn = len(prompts) * count
+    console.print(f"{drawn} image{'' if drawn == 1 else 's'}: {out}", highlight=False, soft_wrap=True)
 
 
 @contextmanager
@@ -254,11 +255,7 @@ def _no_noise(x: Tensor, v: Tensor, k: int, k_next: int) -> NoReturn:
 
 
 def _groups(chosen: PromptSet, group_by: str | None) -> tuple[str, ...]:
+    check_group_by(chosen, group_by)
     if group_by is None:
         return ()
-    if group_by not in chosen.columns:
-        has = ", ".join(["prompt", *sorted(chosen.columns)])
-        raise InputError(
-            f"{chosen.source}: evaluation.group_by is {group_by!r}, but the columns here are: {has}"
-        )
     return tuple(str(value) for value in chosen.columns[group_by])

@@ -87,6 +87,15 @@ def _prompt(row: Row, column: str) -> str:
     return prompt.strip()
 
 
+def check_group_by(prompts: PromptSet, group_by: str | None) -> None:
+    """InputError where an evaluation is to be split by a column that the prompts do not have."""
+    if group_by is not None and group_by not in prompts.columns:
+        has = ", ".join(["prompt", *sorted(prompts.columns)])
+        raise InputError(
+            f"{prompts.source}: evaluation.group_by is {group_by!r}, but the columns here are: {has}"
+        )
+
+
 def iteration_prompts(count: int, seed: int, iteration: int, per_iteration: int) -> list[int]:
     """The rows, each in 0..count-1, that ``iteration`` (from 0) draws.
 

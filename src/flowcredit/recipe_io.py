@@ -5,7 +5,7 @@ import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar, get_args
+from typing import Any, Literal, TypeVar, get_args, get_origin
 
 from pydantic import ValidationError
 from pydantic.fields import FieldInfo
@@ -116,7 +116,7 @@ def list_settings(kind: type[Section] = Recipe) -> list[SettingInfo]:
         SettingInfo(
             name,
             None if field.is_required() else _show(field.get_default(call_default_factory=True)),
-            (f"{owner}: " if owner else "") + " ".join((field.description or "").split()),
+            (f"{owner}: " if owner else "") + " ".join((field.description or "").split()) + _choices(field),
         )
         for name, field, owner in _fields(kind)
     ]
@@ -195,7 +195,7 @@ def _sentence(kind: type[Section], path: KeyPath, details: list[ErrorDetails], d
     name = _dotted(path)
     detail = details[0]
     if detail["type"] == "extra_forbidden":
-        return f"unknown setting '{name}'; {_nearest_setting(kind, path, data)}"
+        return f"unknown setting '{name}'{_of_method(kind, path, data)}; {_nearest_setting(kind, path, data)}"
     if detail["type"] == "missing" and isinstance(detail["loc"][-1], str):
         return f"the setting '{name}' is required and missing"
     if detail["type"] == "cross_check":
@@ -238,6 +238,18 @@ def _nearest_setting(kind: type[Section], path: KeyPath, data: Any) -> str:
     return f"known here: {', '.join(here.model_fields)}"
 
 
+def _of_method(kind: type[Section], path: KeyPath, data: Any) -> str:
+    """Where the settings depend on a name, such as a method's, that name."""
+    if len(path) != 2 or not isinstance(path[0], str):
+        return ""
+    field = kind.model_fields.get(path[0])
+    section = data.get(path[0])
+    if field is None or len(_sections(field.annotation)) < 2 or not isinstance(section, dict):
+        return ""
+    name = section.get("name", "this one")
+    return f" of {path[0]} {name} (another {path[0]} takes its settings whole: '{path[0]}={{name: ...}}')"
+
+
 def _section_at(kind: type[Section], path: KeyPath, data: Any) -> type[Section] | None:
     """The class of settings at ``path``; where several may stand, the one that the data's ``name`` means."""
     for part in path:
@@ -250,6 +262,20 @@ def _section_at(kind: type[Section], path: KeyPath, data: Any) -> type[Section] 
             named = data.get("name") if isinstance(data, dict) else data
             kind = next((each for each in choices if _default_name(each) == named), choices[0])
     return kind
+
+
+def _choices(field: FieldInfo) -> str:
+    """The values of a setting that takes one of a few, as an end to its description."""
+    found = list(_literals(field.annotation))
+    return f" One of {', '.join(found)}." if len(found) > 1 else ""
+
+
+def _literals(annotation: Any) -> Iterator[str]:
+    if get_origin(annotation) is Literal:
+        yield from (str(value) for value in get_args(annotation))
+    elif not isinstance(annotation, type):
+        for part in get_args(annotation):
+            yield from _literals(part)
 
 
 def _default_name(kind: type[Section]) -> Any:

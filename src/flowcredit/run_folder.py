@@ -1,10 +1,13 @@
 """The folder of a run: where everything lies in it, its log, and its single owner."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from filelock import FileLock, Timeout
 
 from flowcredit.config import Recipe
 from flowcredit.errors import InputError
@@ -60,6 +63,34 @@ class RunFolder:
     def write_recipe(self, recipe: Recipe) -> None:
         write_text(self.recipe, dump_recipe(recipe))
 
+    @contextmanager
+    def owned(self) -> Iterator[None]:
+        """Held by one process at a time. Raises InputError where another one is at work in the folder."""
+        lock = FileLock(self.path / ".lock", timeout=0)
+        try:
+            lock.acquire()
+        except Timeout:
+            raise InputError(
+                f"{self.path}: another process is at work in this run; wait for its end, or stop it"
+            ) from None
+        try:
+            yield
+        finally:
+            lock.release()
+
+    def logged_iterations(self) -> set[int]:
+        """The iterations of which the log has a whole line."""
+        return {record["iteration"] for _, record in self._log_lines()}
+
+    def _log_lines(self) -> Iterator[tuple[str, dict[str, Any]]]:
+        if not self.log.exists():
+            return
+        for line in self.log.read_text(encoding="utf-8", errors="replace").splitlines():
+            try:
+                yield line, json.loads(line)
+            except json.JSONDecodeError:
+                continue
+
     def append_log(self, record: Mapping[str, Any]) -> None:
         with self.log.open("a", encoding="utf-8") as stream:
             stream.write(json.dumps(record) + "\n")
@@ -68,15 +99,8 @@ class RunFolder:
         """Keep the lines of the first ``iterations``; a line torn by a kill goes with the rest."""
         if not self.log.exists():
             return
-        kept = []
-        for line in self.log.read_text(encoding="utf-8", errors="replace").splitlines():
-            try:
-                record = json.loads(line)
-            except json.JSONDecodeError:
-                continue
-            if record["iteration"] <= iterations:
-                kept.append(line + "\n")
-        write_text(self.log, "".join(kept))
+        kept = [line for line, record in self._log_lines() if record["iteration"] <= iterations]
+        write_text(self.log, "".join(line + "\n" for line in kept))
 
 
 def write_text(path: Path, text: str) -> None:

@@ -67,12 +67,16 @@ class ScoreCounts:
     """Per reward, the images left without a score (NaN or None returned, or a failure skipped)."""
     failed: Mapping[str, int] = field(default_factory=dict)
     """Per reward, those of the missing that are failures: an exception, a time-out, an infinite score."""
+    reasons: Mapping[str, str] = field(default_factory=dict)
+    """Per reward that failed, what its first failure said."""
 
 
 @dataclass(frozen=True)
 class _Policy:
     on_error: OnError
     timeout_s: float | None
+    reasons: dict[str, str] = field(default_factory=dict)
+    """Filled in while scoring: per reward, the first failure that was skipped."""
 
 
 @dataclass(frozen=True)
@@ -217,6 +221,7 @@ def score_leaves(
         reward_calls=len(rows) * len(rewards),
         missing=_by_reward(rewards, scores.isnan().sum(dim=1)),
         failed=_by_reward(rewards, failed),
+        reasons=policy.reasons,
     )
     pieces = scores.split([leaf.shape[0] * leaf.shape[1] for leaf in distinct.values()], dim=1)
     found = {
@@ -284,29 +289,34 @@ def _score(name: str, reward: Reward, batch: _Batch, policy: _Policy) -> tuple[T
     except _Hung as hung:
         if policy.on_error == "stop":
             raise _failure(name, batch, str(hung)) from None
+        policy.reasons.setdefault(name, str(hung))
         return torch.full((len(batch),), torch.nan), len(batch)
     except PartialFailure as partial:
         if policy.on_error == "stop":
             first = min(partial.reasons)
             at_fault, others = batch.only(slice(first, first + 1)), len(partial.reasons) - 1
             raise _failure(name, at_fault, partial.reasons[first], others) from None
+        policy.reasons.setdefault(name, partial.reasons[min(partial.reasons)])
         scores, failed = _as_scores(name, partial.scores, len(batch)).clone(), len(partial.reasons)
         scores[list(partial.reasons)] = torch.nan
-    except Exception as cause:
+    except (Exception, SystemExit) as cause:
         if len(batch) > 1:
             return _score_singly(name, reward, batch, policy, cause)
         if policy.on_error == "stop":
             raise _failure(name, batch, _describe(cause)) from cause
+        policy.reasons.setdefault(name, _describe(cause))
         return torch.full((1,), torch.nan), 1
     infinite = scores.isinf()
     if infinite.any() and policy.on_error == "stop":
         first = int(infinite.nonzero()[0, 0])
         raise _failure(name, batch.only(slice(first, first + 1)), f"it returned {scores[first].item()}")
+    if infinite.any():
+        policy.reasons.setdefault(name, "it returned an infinite score")
     return scores.masked_fill(infinite, torch.nan), failed + int(infinite.sum())
 
 
 def _score_singly(
-    name: str, reward: Reward, batch: _Batch, policy: _Policy, cause: Exception
+    name: str, reward: Reward, batch: _Batch, policy: _Policy, cause: BaseException
 ) -> tuple[Tensor, int]:
     """Score the images of a batch that failed as a whole one by one, to find those at fault."""
     results = [_score(name, reward, batch.only(rows), policy) for rows in _batches(len(batch), 1)]
@@ -376,7 +386,7 @@ def _failure(name: str, batch: _Batch, cause: str, others: int | None = None) ->
     more = f" (and {count} more in its batch)" if count else ""
     return RewardError(
         f"reward {name!r} failed on the prompt {batch.prompts[0]!r}{more}: {cause}; mend the reward, or "
-        "choose on_error: skip to leave such images without a score"
+        "set scoring.on_error=skip to leave such images without a score"
     )
 
 

@@ -14,35 +14,27 @@ from torch import Tensor
 
 from flowcredit.advantages import credit_steps
 from flowcredit.assembly import Setup, assemble, build_grid
-from flowcredit.checkpoint import latest_checkpoint, optimizer_tensors, restore_optimizer, save_checkpoint
-from flowcredit.comparison import alarms, evaluation_table, summarise
+from flowcredit.checkpoint import Checkpoint, optimizer_tensors, restore_optimizer, save_checkpoint
+from flowcredit.comparison import alarms, evaluation_table, format_summary, summarise
 from flowcredit.config import Recipe
 from flowcredit.console import Monitor
 from flowcredit.errors import InputError
 from flowcredit.evaluate import evaluate
 from flowcredit.evaluation_files import load_evaluation, save_evaluation
 from flowcredit.export import export_weights
-from flowcredit.interfaces import Conditioning, ReadsLimitedText
+from flowcredit.interfaces import Conditioning
+from flowcredit.introduction import introduce
 from flowcredit.prompts import iteration_prompts
-from flowcredit.recipe_io import Change, load_recipe, recipe_diff
+from flowcredit.resuming import read_back
 from flowcredit.rollout import KeyedNoise, Rollout, rollout
 from flowcredit.run_folder import RunFolder
-from flowcredit.scoring import ScoreCounts, score_leaves
+from flowcredit.scoring import RewardError, ScoreCounts, score_leaves
 from flowcredit.training_log import Record, iteration_line, iteration_record
 from flowcredit.update import UpdateMetrics, learning_rate, update_policy
 from flowcredit.weights import EMA, fingerprints, trainable_parameters
 
-MAY_CHANGE = (
-    "train.iterations",
-    "checkpoint.",
-    "evaluation.every",
-    "logging.",
-    "rollout.",
-    "scoring.",
-    "output",
-)
-"""Settings, or beginnings of them, that a resumed run may change; batch sizes move it by rounding alone."""
-
+SILENT_ITERATIONS = 5
+"""A run that has learned nothing in its first iterations, so many, is stopped."""
 
 TOTALS = ("velocity_evaluations", "decodes", "reward_calls", "seconds")
 
@@ -99,7 +91,8 @@ def train(recipe: Recipe, run_dir: Path, console: Console | None = None) -> None
     console = console or Console()
     setup = assemble(recipe)
     folder.create(recipe)
-    _run(setup, folder, _start(setup), console)
+    with folder.owned():
+        _run(setup, folder, _start(setup), console)
 
 
 def resume(run_dir: Path, overrides: Sequence[str] = (), console: Console | None = None) -> None:
@@ -107,53 +100,30 @@ def resume(run_dir: Path, overrides: Sequence[str] = (), console: Console | None
 
     Raises InputError if there is no run, or if an override changes the meaning of the run.
     """
-    folder = RunFolder(run_dir)
-    if not folder.recipe.is_file():
-        raise InputError(
-            f"{run_dir}: no run to resume here (it has no recipe.yaml); expected the folder of a run"
-        )
-    began = load_recipe(folder.recipe)
-    recipe = load_recipe(folder.recipe, overrides)
-    _refuse_another_run(recipe_diff(began, recipe), recipe)
-    console = console or Console()
-    checkpoint, damaged = latest_checkpoint(folder.checkpoints)
-    for line in damaged:
-        console.print(f"passed over: {line}", highlight=False, soft_wrap=True)
-    setup = assemble(recipe)
-    progress = _start(setup)
-    if checkpoint is not None:
-        with torch.no_grad():
-            for name, parameter in progress.parameters.items():
-                parameter.copy_(checkpoint.groups["weights"][name])
-        restore_optimizer(progress.optimizer, progress.parameters, checkpoint.groups["optimizer"])
-        if progress.ema is not None:
-            progress.ema.load_state_dict(checkpoint.groups["ema"])
-        progress.iteration = checkpoint.iteration
-        progress.totals.update(checkpoint.state["totals"])
-    if progress.iteration > recipe.train.iterations:
-        raise InputError(
-            f"{run_dir}: has finished {progress.iteration} iterations, more than train.iterations"
-            f" {recipe.train.iterations}; expected at least as many"
-        )
-    folder.write_recipe(recipe)
-    folder.cut_log(progress.iteration)
-    console.print(f"resuming {run_dir} after iteration {progress.iteration}", highlight=False)
-    _run(setup, folder, progress, console)
+    left = read_back(run_dir, overrides)
+    folder, recipe, console = RunFolder(run_dir), left.recipe, console or Console()
+    with folder.owned():
+        for note in left.notes:
+            console.print(note, highlight=False, soft_wrap=True)
+        setup = assemble(recipe)
+        progress = _start(setup)
+        if left.checkpoint is not None:
+            _put_back(progress, left.checkpoint)
+        folder.write_recipe(recipe)
+        folder.cut_log(progress.iteration)
+        console.print(f"resuming {run_dir} after iteration {progress.iteration}", highlight=False)
+        _run(setup, folder, progress, console)
 
 
-def _refuse_another_run(changes: Sequence[Change], recipe: Recipe) -> None:
-    for change in changes:
-        if change.setting == "train.iterations" and recipe.train.lr_schedule != "constant":
-            raise InputError(
-                f"a resumed run cannot change {change}: the {recipe.train.lr_schedule} learning rate falls"
-                " over all iterations, and those already done ran at other rates"
-            )
-        if not change.setting.startswith(MAY_CHANGE):
-            free = ", ".join(name + "*" if name.endswith(".") else name for name in MAY_CHANGE)
-            raise InputError(
-                f"a resumed run cannot change {change}: it would be another run; start one under another name"
-                f" (may change: {free})"
-            )
+def _put_back(progress: Progress, checkpoint: Checkpoint) -> None:
+    with torch.no_grad():
+        for name, parameter in progress.parameters.items():
+            parameter.copy_(checkpoint.groups["weights"][name])
+    restore_optimizer(progress.optimizer, progress.parameters, checkpoint.groups["optimizer"])
+    if progress.ema is not None:
+        progress.ema.load_state_dict(checkpoint.groups["ema"])
+    progress.iteration = checkpoint.iteration
+    progress.totals.update(checkpoint.state["totals"])
 
 
 def _start(setup: Setup) -> Progress:
@@ -173,8 +143,9 @@ def _start(setup: Setup) -> Progress:
 def _run(setup: Setup, folder: RunFolder, progress: Progress, console: Console) -> None:
     recipe = setup.recipe
     total = recipe.train.iterations
-    _introduce(setup, folder, console)
-    saved = progress.iteration
+    introduce(setup, folder.path, console)
+    saved = began_at = progress.iteration
+    silent = 0
     with (
         Monitor(console, total, progress.iteration, recipe.logging.every) as monitor,
         _holding_interrupts() as held,
@@ -188,13 +159,29 @@ def _run(setup: Setup, folder: RunFolder, progress: Progress, console: Console) 
                     _save(folder, progress, recipe)
                     saved = progress.iteration
                 monitor.finish_iteration(iteration_line(tuple(setup.rewards), record))
+                silent = silent + 1 if record["dead_groups"] == 1 else 0
+                _tell_silence(silent, progress.iteration - began_at, monitor)
                 _evaluate_if_due(setup, folder, progress, monitor, held.check)
                 held.check()
-        except KeyboardInterrupt:
+        except (KeyboardInterrupt, RewardError):
+            # Neither comes while weights change.
             if progress.iteration > saved:
                 _save(folder, progress, recipe)
             raise
     _finish(setup, folder, progress, console)
+
+
+def _tell_silence(silent: int, done: int, monitor: Monitor) -> None:
+    """Say that an iteration taught nothing; InputError where that is so from the beginning on."""
+    if silent == 0:
+        return
+    why = "no group had two images with different scores"
+    if silent == done == SILENT_ITERATIONS:
+        raise InputError(
+            f"the first {done} iterations taught nothing: {why}; look at missing/ and reward/ in log.jsonl,"
+            " and at the rewards by flowcredit check"
+        )
+    monitor.say(f"nothing was learned in this iteration: {why}")
 
 
 def _iterate(setup: Setup, progress: Progress, monitor: Monitor, check: Callable[[], None]) -> Record:
@@ -220,6 +207,11 @@ def _iterate(setup: Setup, progress: Progress, monitor: Monitor, check: Callable
         progress=_advancing(monitor, check),
     )
     check()
+    for name, reason in counts.reasons.items():
+        monitor.say(
+            f"reward {name} failed on {counts.failed[name]} images, which are skipped; the first said:"
+            f" {reason}"
+        )
     credit = setup.algorithm.credit
     advantages = credit_steps(
         setup.algorithm.plan,
@@ -336,9 +328,11 @@ def _evaluate_if_due(
         )
     result = replace(result, seconds=time.monotonic() - began)
     save_evaluation(result, folder.path)
-    means = "  ".join(f"{name} {summarise(scores).mean:.4f}" for name, scores in result.scores.items())
+    means = "  ".join(
+        f"{name} {format_summary(summarise(s), error=False)}" for name, s in result.scores.items()
+    )
     monitor.say(f"held-out at iteration {progress.iteration}: {means}")
-    if progress.iteration:
+    if progress.iteration and folder.evaluation(0).exists():
         before, _ = load_evaluation(folder.evaluation(0))
         for line in alarms(before, result, tuple(setup.rewards)):
             monitor.say(line)
@@ -348,39 +342,19 @@ def _averaged(setup: Setup, progress: Progress) -> AbstractContextManager[None]:
     return nullcontext() if progress.ema is None else progress.ema.applied(setup.model.network)
 
 
-def _introduce(setup: Setup, folder: RunFolder, console: Console) -> None:
-    """What is about to run, and what a user should know of the prompts before it does."""
-    recipe, plan = setup.recipe, setup.algorithm.plan
-    count = recipe.train.prompts_per_iteration
-    trained = sum(p.numel() for p in trainable_parameters(setup.model.network).values())
-    console.print(
-        f"{recipe.name}: {setup.algorithm.name} on {recipe.model.path}, {trained:,} trained weights"
-        f" ({recipe.weights.method}), on {setup.model.device}\n"
-        f"an iteration: {count} prompts, {count * plan.velocity_evaluations} velocity evaluations,"
-        f" {count * plan.decodes} images, each scored by {', '.join(setup.rewards)}\n"
-        f"run folder: {folder.path}",
-        highlight=False,
-        soft_wrap=True,
-    )
-    for prompts in (setup.train_prompts, setup.heldout_prompts):
-        console.print(prompts.describe(), highlight=False, soft_wrap=True)
-        readers = {f"text encoder {name}": n for name, n in setup.model.truncated(prompts.prompts).items()}
-        for name, reward in {**setup.rewards, **setup.watched}.items():
-            if isinstance(reward, ReadsLimitedText):
-                readers[f"reward {name}"] = reward.truncated(prompts.prompts)
-        for reader, cut in readers.items():
-            if cut:
-                share = f"{cut} of {len(prompts)} prompts ({cut / len(prompts):.0%})"
-                console.print(f"  {share} are longer than the {reader} reads, and cut", highlight=False)
-
-
 def _finish(setup: Setup, folder: RunFolder, progress: Progress, console: Console) -> None:
     with _averaged(setup, progress):
         export_weights(setup.model, folder.final, overwrite=True)
-    before, _ = load_evaluation(folder.evaluation(0))
     after, _ = load_evaluation(folder.evaluation(progress.iteration))
-    console.print(evaluation_table(before, after))
-    console.print(f"weights for diffusers: {folder.final}", highlight=False, soft_wrap=True)
+    if folder.evaluation(0).exists():
+        console.print(evaluation_table(load_evaluation(folder.evaluation(0))[0], after))
+    else:
+        console.print(evaluation_table(after))
+    console.print(
+        f"weights for diffusers (torch_dtype=torch.float32 or bfloat16): {folder.final}",
+        highlight=False,
+        soft_wrap=True,
+    )
     try:
         from flowcredit.report import build_report
 
@@ -396,5 +370,5 @@ def _save(folder: RunFolder, progress: Progress, recipe: Recipe) -> None:
     }
     if progress.ema is not None:
         groups["ema"] = progress.ema.state_dict()
-    state = {"totals": progress.totals}
+    state = {"totals": progress.totals, "recipe": recipe.model_dump(mode="json")}
     save_checkpoint(folder.checkpoints, progress.iteration, groups, state, recipe.checkpoint.keep_last)

@@ -20,6 +20,7 @@ def diagnose_command(recipe: Recipe, run_dir: Path | None, out: Path, prompts: i
     Raises InputError for whatever in the recipe cannot work, or if the packages for figures are missing.
     """
     extras()
+    out.mkdir(parents=True, exist_ok=True)
     console = Console()
     setup = assemble(recipe)
     with weights_of(setup.model, run_dir), Monitor(console, 1, 0, 1) as monitor:

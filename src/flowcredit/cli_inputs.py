@@ -1,0 +1,83 @@
+"""What the commands make of their arguments, and how they refuse them."""
+
+import shlex
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import typer
+
+from flowcredit.errors import InputError
+
+if TYPE_CHECKING:
+    from flowcredit.config import Recipe
+    from flowcredit.prompts import PromptSet
+    from flowcredit.run_folder import RunFolder
+
+INTERRUPTED = 130
+
+
+def only_overrides(first: str | None, others: list[str] | None) -> list[str]:
+    """With --resume there is no recipe to name: the first argument is an override like the others."""
+    if first is not None and "=" not in first:
+        raise InputError(
+            f"--resume reads the run's own recipe; leave out '{first}' (overrides read setting=value)"
+        )
+    return [*([first] if first is not None else []), *(others or [])]
+
+
+def say_how_to_resume(run_dir: Path) -> None:
+    if run_dir.is_dir():
+        advice = f"go on with: flowcredit train --resume {shlex.quote(str(run_dir))}"
+    else:
+        advice = "the run had not begun"
+    typer.echo(f"\nInterrupted; no finished iteration is lost; {advice}", err=True)
+    raise typer.Exit(INTERRUPTED)
+
+
+def open_source(source: str, overrides: list[str] | None) -> "tuple[Recipe, Path | None]":
+    """The recipe that ``source`` is, or that the run in the folder ``source`` holds (with that folder)."""
+    from flowcredit.recipe_io import load_recipe
+
+    path = Path(source)
+    if not path.is_dir():
+        return load_recipe(path, overrides or []), None
+    return load_recipe(check_run(path).recipe, overrides or []), path
+
+
+def check_run(path: Path) -> "RunFolder":
+    from flowcredit.run_folder import RunFolder
+
+    folder = RunFolder(path)
+    if not folder.recipe.is_file():
+        found = f"it holds no {folder.recipe.name}" if path.is_dir() else "there is no such folder"
+        found = "it is a file" if path.is_file() else found
+        raise InputError(f"{path} is no run: {found}; expected the folder that flowcredit train wrote")
+    return folder
+
+
+def refuse_existing_run(run_dir: Path) -> None:
+    resume = (
+        f"go on with it by flowcredit train --resume {shlex.quote(str(run_dir))}, or "
+        if run_dir.is_dir()
+        else ""
+    )
+    refuse_existing(run_dir, f"a run is not written over; {resume}give this one another name by name=...")
+
+
+def refuse_existing(path: Path, advice: str) -> None:
+    if path.exists():
+        raise InputError(f"{path} exists already; {advice}")
+
+
+def chosen_prompts(texts: list[str] | None, file: str | None, column: str) -> "PromptSet":
+    from flowcredit.prompts import PromptSet, load_prompts
+
+    if file is not None and not texts:
+        chosen = load_prompts(file, column)
+        typer.echo(chosen.describe())
+        return chosen
+    if file is not None and texts:
+        raise InputError("sample was given both --prompt and --prompts; expected one of them")
+    if not texts or not all(text.strip() for text in texts):
+        raise InputError('sample needs prompts: --prompt "a red circle", once or more, or --prompts FILE')
+    return PromptSet(tuple(text.strip() for text in texts))

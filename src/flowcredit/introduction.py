@@ -1,0 +1,44 @@
+"""What a user is told before a run begins."""
+
+from pathlib import Path
+
+from rich.console import Console
+
+from flowcredit.assembly import Setup
+from flowcredit.interfaces import ReadsLimitedText
+from flowcredit.weights import trainable_parameters
+
+
+def introduce(setup: Setup, run_dir: Path, console: Console) -> None:
+    """What is about to run, and what a user should know of the prompts before it does."""
+    recipe, plan = setup.recipe, setup.algorithm.plan
+    count = recipe.train.prompts_per_iteration
+    trained = sum(p.numel() for p in trainable_parameters(setup.model.network).values())
+    console.print(
+        f"{recipe.name}: {setup.algorithm.name} on {recipe.model.path}, {trained:,} trained weights"
+        f" ({recipe.weights.method}), on {setup.model.device}\n"
+        f"an iteration: {count} prompts, {count * plan.velocity_evaluations} velocity evaluations,"
+        f" {count * plan.decodes} images, each scored by {', '.join(setup.rewards)}\n"
+        f"run folder: {run_dir}",
+        highlight=False,
+        soft_wrap=True,
+    )
+    trained_on = set(setup.train_prompts.prompts)
+    shared = sum(prompt in trained_on for prompt in setup.heldout_prompts.prompts)
+    if shared:
+        console.print(
+            f"{shared} of {len(setup.heldout_prompts)} held-out prompts are also trained on: the evaluation"
+            " will not tell learning from memory",
+            highlight=False,
+            soft_wrap=True,
+        )
+    for prompts in (setup.train_prompts, setup.heldout_prompts):
+        console.print(prompts.describe(), highlight=False, soft_wrap=True)
+        readers = {f"text encoder {name}": n for name, n in setup.model.truncated(prompts.prompts).items()}
+        for name, reward in {**setup.rewards, **setup.watched}.items():
+            if isinstance(reward, ReadsLimitedText):
+                readers[f"reward {name}"] = reward.truncated(prompts.prompts)
+        for reader, cut in readers.items():
+            if cut:
+                share = f"{cut} of {len(prompts)} prompts ({cut / len(prompts):.0%})"
+                console.print(f"  {share} are longer than the {reader} reads, and cut", highlight=False)
