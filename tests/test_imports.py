@@ -28,7 +28,7 @@ FLOORS = (
     ("models", "rewards"),
     ("weights", "checkpoint", "distributed", "update", "run_folder", "export", "comparison"),
     ("assembly", "training_log", "resuming"),
-    ("measurement", "introduction"),
+    ("measurement", "introduction", "model_card"),
     ("evaluation_files",),
     ("evaluate", "calibration", "diagnostics"),
     ("report", "calibrate", "check"),

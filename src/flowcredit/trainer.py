@@ -24,6 +24,7 @@ from flowcredit.evaluation_files import load_evaluation, save_evaluation
 from flowcredit.export import export_weights
 from flowcredit.interfaces import Conditioning
 from flowcredit.introduction import introduce
+from flowcredit.model_card import write_model_card
 from flowcredit.prompts import iteration_prompts
 from flowcredit.resuming import read_back
 from flowcredit.rollout import KeyedNoise, Rollout, rollout
@@ -346,12 +347,11 @@ def _finish(setup: Setup, folder: RunFolder, progress: Progress, console: Consol
     with _averaged(setup, progress):
         export_weights(setup.model, folder.final, overwrite=True)
     after, _ = load_evaluation(folder.evaluation(progress.iteration))
-    if folder.evaluation(0).exists():
-        console.print(evaluation_table(load_evaluation(folder.evaluation(0))[0], after))
-    else:
-        console.print(evaluation_table(after))
+    before = load_evaluation(folder.evaluation(0))[0] if folder.evaluation(0).exists() else None
+    write_model_card(folder.final, setup.recipe, type(setup.model.pipeline).__name__, before, after)
+    console.print(evaluation_table(after) if before is None else evaluation_table(before, after))
     console.print(
-        f"weights for diffusers (torch_dtype=torch.float32 or bfloat16): {folder.final}",
+        f"weights for diffusers (dtype=torch.float32 or bfloat16): {folder.final}",
         highlight=False,
         soft_wrap=True,
     )
