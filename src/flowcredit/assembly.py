@@ -115,6 +115,7 @@ def build_model(recipe: Recipe) -> PipelineFlow:
         network_dtype=frozen if weights.method == "lora" else torch.float32,
         autocast=torch.bfloat16 if train.mixed_precision == "bf16" else None,
         negative_prompt=settings.negative_prompt,
+        text_cache_folder=settings.text_cache,
     )
     prepare_weights(
         model.network,

@@ -51,6 +51,9 @@ class ModelSettings(Section):
     is published. Trained weights are float32."""
     device: Text = "auto"
     """`auto` (a GPU if there is one), or a device of torch such as `cpu` or `cuda:1`."""
+    text_cache: Text | None = None
+    """Folder in which prompt embeddings are kept, so that each prompt is read by the text encoders once, over
+    all runs; none by default. FLUX.1-dev's take 4 MB a prompt."""
     decode_batch_size: Count = 8
     """Latents decoded to images at once; 8, chosen for memory."""
 

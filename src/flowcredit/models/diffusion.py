@@ -34,7 +34,7 @@ from flowcredit.models.pipelines import (
     count_truncated,
     decode_in_batches,
     decode_latents,
-    encode_in_batches,
+    encode_prompts,
     guided_prediction,
     latent_noise,
     load_pipeline,
@@ -156,7 +156,7 @@ class DiffusionFlow:
     @torch.no_grad()
     def encode(self, prompts: Sequence[str]) -> Conditioning:
         """Prompts to ``prompt_embeds`` [P, L, E], in their order."""
-        return encode_in_batches(self._encode_batch, prompts)
+        return encode_prompts(self._encode_batch, prompts, self.settings)
 
     def _encode_batch(self, prompts: list[str]) -> Conditioning:
         with quiet_libraries():

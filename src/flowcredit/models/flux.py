@@ -23,7 +23,7 @@ from flowcredit.models.pipelines import (
     count_truncated,
     decode_in_batches,
     decode_latents,
-    encode_in_batches,
+    encode_prompts,
     latent_noise,
     load_pipeline,
     pack_latents,
@@ -84,7 +84,7 @@ class FluxFlow:
     @torch.no_grad()
     def encode(self, prompts: Sequence[str]) -> Conditioning:
         """Prompts to ``prompt_embeds`` [P, L, T5 width] and ``pooled`` [P, CLIP width], in their order."""
-        return encode_in_batches(self._encode_batch, prompts)
+        return encode_prompts(self._encode_batch, prompts, self.settings)
 
     def _encode_batch(self, prompts: list[str]) -> Conditioning:
         pipeline = self.pipeline

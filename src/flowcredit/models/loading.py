@@ -63,6 +63,7 @@ def load_model(
     network_dtype: torch.dtype = torch.float32,
     autocast: torch.dtype | None = None,
     negative_prompt: str = "",
+    text_cache_folder: str | Path | None = None,
 ) -> PipelineFlow:
     """Load a pipeline folder as written by diffusers' ``save_pretrained``; no network access.
 
@@ -70,7 +71,7 @@ def load_model(
     ``decode_batch_size`` images. ``guidance_scale`` is embedded or classifier-free, as the family has it;
     ``negative_prompt`` is for the latter alone. ``dtype`` is that of the frozen parts, ``network_dtype``
     that of the network: float32 unless only a LoRA on it is trained. ``autocast`` is the type that
-    ``velocity`` computes in.
+    ``velocity`` computes in. ``text_cache_folder`` is where prompt embeddings are kept, if anywhere.
     Everything is frozen and in eval mode; ``weights.prepare_weights`` chooses what is trained.
 
     Raises InputError for a folder that is missing or incomplete, a pipeline class without an
@@ -88,7 +89,10 @@ def load_model(
     module, _, attribute = ADAPTERS[name].partition(":")
     with quiet_libraries():
         from flowcredit.models.pipelines import PipelineSettings
+        from flowcredit.models.text_cache import text_cache
 
+        reading = {"length": max_sequence_length, "dtype": str(dtype), "device": torch.device(device).type}
+        root = None if text_cache_folder is None else Path(text_cache_folder)
         settings = PipelineSettings(
             height=height,
             width=width,
@@ -100,6 +104,7 @@ def load_model(
             decode_batch_size=decode_batch_size,
             network_dtype=network_dtype,
             autocast=autocast,
+            text_cache=None if root is None else text_cache(root, folder, reading),
         )
         adapter = getattr(importlib.import_module(module), attribute)
         model: PipelineFlow = adapter.from_folder(folder, settings)

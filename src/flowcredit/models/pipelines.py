@@ -8,6 +8,7 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from torch import Tensor
 
 from flowcredit.errors import InputError
 from flowcredit.interfaces import Conditioning
+from flowcredit.models.text_cache import TextCache
 from flowcredit.time_grid import check_grid
 
 ENCODE_BATCH = 32
@@ -56,6 +58,7 @@ class PipelineSettings:
     decode_batch_size: int
     network_dtype: torch.dtype
     autocast: torch.dtype | None
+    text_cache: TextCache | None
 
     @property
     def guided(self) -> bool:
@@ -142,10 +145,22 @@ def _check_size(name: str, pixels: int, unit: int) -> None:
         )
 
 
-def encode_in_batches(
-    encode: Callable[[list[str]], Conditioning], prompts: Sequence[str], size: int = ENCODE_BATCH
+def encode_prompts(
+    encode: Callable[[list[str]], Conditioning],
+    prompts: Sequence[str],
+    settings: PipelineSettings,
+    size: int = ENCODE_BATCH,
 ) -> Conditioning:
-    """``encode`` on ``size`` prompts at a time, its tensors joined along the rows."""
+    """``encode`` on ``size`` prompts at a time, joined along the rows; through the cache if there is one."""
+    if settings.text_cache is None:
+        return _encode_in_batches(encode, prompts, size)
+    whole = partial(_encode_in_batches, encode, size=size)
+    return settings.text_cache.through(whole, prompts, settings.device)
+
+
+def _encode_in_batches(
+    encode: Callable[[list[str]], Conditioning], prompts: Sequence[str], size: int
+) -> Conditioning:
     chunks = [encode(list(prompts[start : start + size])) for start in range(0, len(prompts), size)]
     return {name: torch.cat([chunk[name] for chunk in chunks]) for name in chunks[0]}
 

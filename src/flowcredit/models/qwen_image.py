@@ -26,7 +26,7 @@ from flowcredit.models.pipelines import (
     computing_in,
     count_truncated,
     decode_in_batches,
-    encode_in_batches,
+    encode_prompts,
     latent_noise,
     load_pipeline,
     pack_latents,
@@ -102,7 +102,7 @@ class QwenImageFlow:
         Every row has ``max_sequence_length`` tokens, padding included, so that a prompt's text does not
         depend on the longest beside it.
         """
-        return encode_in_batches(self._encode_batch, prompts, PROMPTS_AT_ONCE)
+        return encode_prompts(self._encode_batch, prompts, self.settings, PROMPTS_AT_ONCE)
 
     def _encode_batch(self, prompts: list[str]) -> Conditioning:
         with quiet_libraries():

@@ -26,7 +26,7 @@ from flowcredit.models.pipelines import (
     count_truncated,
     decode_in_batches,
     decode_latents,
-    encode_in_batches,
+    encode_prompts,
     guided_prediction,
     latent_noise,
     load_pipeline,
@@ -95,7 +95,7 @@ class SD3Flow:
     @torch.no_grad()
     def encode(self, prompts: Sequence[str]) -> Conditioning:
         """Prompts to ``prompt_embeds`` [P, L, E] and ``pooled`` [P, both CLIPs' widths], in their order."""
-        return encode_in_batches(self._encode_batch, prompts)
+        return encode_prompts(self._encode_batch, prompts, self.settings)
 
     def _encode_batch(self, prompts: list[str]) -> Conditioning:
         # The pipeline logs what it cuts off; ``truncated`` tells it once for the whole set.
