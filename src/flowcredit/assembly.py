@@ -116,6 +116,7 @@ def build_model(recipe: Recipe) -> PipelineFlow:
         autocast=torch.bfloat16 if train.mixed_precision == "bf16" else None,
         negative_prompt=settings.negative_prompt,
         text_cache_folder=settings.text_cache,
+        lora=settings.lora,
     )
     prepare_weights(
         model.network,

@@ -35,6 +35,9 @@ class ModelSettings(Section):
 
     path: Text
     """Pipeline folder in diffusers' format, relative to the current one, or `bundled:shapes`. Required."""
+    lora: Text | None = None
+    """A LoRA (a folder, such as final/ of a LoRA's run, or a .safetensors file) that is added to the weights
+    before anything else; none by default. What is trained on top of it needs it again."""
     height: Pixels = 720
     """Image height in pixels; 720 as in G²RPO's runs."""
     width: Pixels = 720

@@ -72,6 +72,10 @@ def model_card(recipe: Recipe, pipeline: str, before: Evaluation | None, after: 
 def _usage(recipe: Recipe, pipeline: str, lora: bool) -> list[str]:
     load = [f'pipeline = {pipeline}.from_pretrained("{recipe.model.path if lora else "THIS_FOLDER"}",']
     load[0] += " dtype=torch.bfloat16)"
+    if recipe.model.lora is not None:
+        load.append(f'pipeline.load_lora_weights("{recipe.model.lora}")')
+        load.append("pipeline.fuse_lora()")
+        load.append("pipeline.unload_lora_weights()")
     if lora:
         load.append('pipeline.load_lora_weights("THIS_FOLDER")')
     return ["```python", "import torch", f"from diffusers import {pipeline}", "", *load, "```"]

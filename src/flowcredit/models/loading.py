@@ -64,6 +64,7 @@ def load_model(
     autocast: torch.dtype | None = None,
     negative_prompt: str = "",
     text_cache_folder: str | Path | None = None,
+    lora: str | Path | None = None,
 ) -> PipelineFlow:
     """Load a pipeline folder as written by diffusers' ``save_pretrained``; no network access.
 
@@ -72,6 +73,7 @@ def load_model(
     ``negative_prompt`` is for the latter alone. ``dtype`` is that of the frozen parts, ``network_dtype``
     that of the network: float32 unless only a LoRA on it is trained. ``autocast`` is the type that
     ``velocity`` computes in. ``text_cache_folder`` is where prompt embeddings are kept, if anywhere.
+    ``lora`` is a LoRA's folder or file in diffusers' layout, added to the weights before anything else.
     Everything is frozen and in eval mode; ``weights.prepare_weights`` chooses what is trained.
 
     Raises InputError for a folder that is missing or incomplete, a pipeline class without an
@@ -92,6 +94,8 @@ def load_model(
         from flowcredit.models.text_cache import text_cache
 
         reading = {"length": max_sequence_length, "dtype": str(dtype), "device": torch.device(device).type}
+        if lora is not None:
+            reading["lora"] = str(Path(lora).resolve())
         root = None if text_cache_folder is None else Path(text_cache_folder)
         settings = PipelineSettings(
             height=height,
@@ -104,6 +108,7 @@ def load_model(
             decode_batch_size=decode_batch_size,
             network_dtype=network_dtype,
             autocast=autocast,
+            lora=None if lora is None else Path(lora),
             text_cache=None if root is None else text_cache(root, folder, reading),
         )
         adapter = getattr(importlib.import_module(module), attribute)

@@ -4,6 +4,7 @@ Axes: B rows in a batch, P prompts, C latent channels, h and w latent height and
 and width in pixels, *D latent dimensions.
 """
 
+import logging
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -16,6 +17,7 @@ import numpy as np
 import torch
 from diffusers import FlowMatchEulerDiscreteScheduler
 from diffusers.pipelines.flux.pipeline_flux import calculate_shift
+from diffusers.utils import logging as diffusers_logging
 from safetensors import SafetensorError
 from torch import Tensor
 
@@ -59,6 +61,7 @@ class PipelineSettings:
     network_dtype: torch.dtype
     autocast: torch.dtype | None
     text_cache: TextCache | None
+    lora: Path | None
 
     @property
     def guided(self) -> bool:
@@ -96,12 +99,36 @@ def load_pipeline(
     except (OSError, ValueError, RuntimeError, SafetensorError) as error:
         reason = str(error).strip().splitlines()[0]
         raise InputError(f"model {folder}: not loadable as a {kind.__name__}: {reason}") from error
+    if settings.lora is not None:
+        _fuse_lora(pipeline, settings.lora)
     for component in pipeline.components.values():
         if isinstance(component, torch.nn.Module):
             component.requires_grad_(False).eval()
     if settings.autocast is not None:
         _use_up_norm_warning()
     return pipeline.to(settings.device)
+
+
+def _fuse_lora(pipeline: Any, lora: Path) -> None:
+    """Add a LoRA, as diffusers' ``save_lora_weights`` writes it, to the weights."""
+    if not lora.exists():
+        raise InputError(f"model.lora {lora}: nothing there; expected a LoRA's folder or .safetensors file")
+    file = {} if lora.is_dir() else {"weight_name": lora.name}
+    level = diffusers_logging.get_verbosity()
+    diffusers_logging.set_verbosity(logging.CRITICAL)  # What it logs is in the exception.
+    try:
+        with warnings.catch_warnings():
+            # That of a LoRA for another network only a part fits is a warning there.
+            warnings.simplefilter("error", RuntimeWarning)
+            pipeline.load_lora_weights(lora if lora.is_dir() else lora.parent, local_files_only=True, **file)
+        pipeline.fuse_lora()
+    except (OSError, ValueError, RuntimeError, RuntimeWarning, KeyError, SafetensorError) as error:
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        kind = type(pipeline).__name__
+        raise InputError(f"model.lora {lora}: cannot be put on this {kind}: {reason}") from error
+    finally:
+        diffusers_logging.set_verbosity(level)
+    pipeline.unload_lora_weights()
 
 
 def check_flow_scheduler(scheduler: object, source: Path) -> None:
