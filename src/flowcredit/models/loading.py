@@ -14,6 +14,7 @@ from flowcredit.quiet import quiet_libraries
 
 if TYPE_CHECKING:
     from flowcredit.models.pipelines import PipelineSettings
+    from flowcredit.models.text_cache import TextCache
 
 ADAPTERS: Mapping[str, str] = {
     "FluxPipeline": "flowcredit.models.flux:FluxFlow",
@@ -91,12 +92,8 @@ def load_model(
     module, _, attribute = ADAPTERS[name].partition(":")
     with quiet_libraries():
         from flowcredit.models.pipelines import PipelineSettings
-        from flowcredit.models.text_cache import text_cache
 
-        reading = {"length": max_sequence_length, "dtype": str(dtype), "device": torch.device(device).type}
-        if lora is not None:
-            reading["lora"] = str(Path(lora).resolve())
-        root = None if text_cache_folder is None else Path(text_cache_folder)
+        cache = _cache(text_cache_folder, folder, max_sequence_length, dtype, device, lora)
         settings = PipelineSettings(
             height=height,
             width=width,
@@ -109,11 +106,18 @@ def load_model(
             network_dtype=network_dtype,
             autocast=autocast,
             lora=None if lora is None else Path(lora),
-            text_cache=None if root is None else text_cache(root, folder, reading),
+            text_cache=cache,
         )
         adapter = getattr(importlib.import_module(module), attribute)
         model: PipelineFlow = adapter.from_folder(folder, settings)
     return model
+
+
+def _cache(root: str | Path | None, folder: Path, *readings: object) -> "TextCache | None":
+    """The cache of prompt embeddings below ``root``; ``readings`` are what they depend on beside the files."""
+    from flowcredit.models.text_cache import text_cache
+
+    return None if root is None else text_cache(Path(root), folder, [str(each) for each in readings])
 
 
 def components(folder: Path) -> tuple[str, ...]:

@@ -10,7 +10,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors import SafetensorError
@@ -66,7 +65,7 @@ class TextCache:
         partial.replace(self._file(prompt))
 
 
-def text_cache(root: Path, pipeline: Path, settings: dict[str, Any]) -> TextCache:
+def text_cache(root: Path, pipeline: Path, settings: Sequence[str]) -> TextCache:
     """The cache below ``root`` for the text encoders of a pipeline folder, used with ``settings``.
 
     The key is a hash of the encoders' and tokenizers' files (names, sizes, times of change), the settings,
@@ -81,5 +80,5 @@ def text_cache(root: Path, pipeline: Path, settings: dict[str, Any]) -> TextCach
     )
     stats = [(str(f.relative_to(pipeline)), f.stat().st_size, f.stat().st_mtime_ns) for f in files]
     versions = {name: version(name) for name in ("torch", "transformers", "diffusers")}
-    key = json.dumps([str(pipeline.resolve()), stats, settings, versions], sort_keys=True, default=str)
+    key = json.dumps([str(pipeline.resolve()), stats, list(settings), versions])
     return TextCache(root / hashlib.sha256(key.encode()).hexdigest()[:24])
