@@ -114,7 +114,7 @@ def load_model(
 
 
 def _cache(root: str | Path | None, folder: Path, *readings: object) -> "TextCache | None":
-    """The cache of prompt embeddings below ``root``; ``readings`` are what they depend on beside the files."""
+    """The cache of prompt embeddings below ``root``; on ``readings`` they depend beside the files."""
     from flowcredit.models.text_cache import text_cache
 
     return None if root is None else text_cache(Path(root), folder, [str(each) for each in readings])
