@@ -21,20 +21,14 @@ from tiny_flux import build_tiny_flux
 from tiny_qwen_image import TEXT_TOKENS, build_tiny_qwen_image
 from tiny_sd3 import build_tiny_sd3
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 FAMILIES: dict[str, tuple[Callable[[Path], Path], float]] = {
     "FluxPipeline": (build_tiny_flux, 3.5),
     "QwenImagePipeline": (build_tiny_qwen_image, 4.0),
     "StableDiffusion3Pipeline": (build_tiny_sd3, 4.0),
     "StableDiffusionPipeline": (build_tiny_diffusion, 5.0),
 }
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="module")

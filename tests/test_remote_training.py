@@ -2,12 +2,11 @@
 
 import json
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 import yaml
 
 from fake_service import HANG_UP, Answer, Asked, Fake, closed_port, fake_service
@@ -16,19 +15,13 @@ from flowcredit.evaluation_files import load_evaluation
 from test_http_reward import HEALTH, red_levels
 from tiny_flux import build_tiny_flux
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 LEAVES = 12
 """Images of one iteration, by hand: 4 branches at each of 2 steps; from the first the strides 1 and 2 end
 apart, from the second together."""
 
 Run = Callable[..., tuple[int, str]]
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="module")

@@ -7,7 +7,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -24,16 +23,9 @@ from flowcredit.evaluation_files import load_evaluation
 from flowcredit.recipe_io import load_recipe
 from tiny_flux import build_tiny_flux
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 QUIET = Console(quiet=True)
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread() -> Iterator[None]:
-    """Sums over threads round differently: runs are compared bit for bit at one number of threads."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="module")
