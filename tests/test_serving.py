@@ -241,6 +241,13 @@ def start(*command: str) -> subprocess.Popen[str]:
     )
 
 
+def end(process: subprocess.Popen[str]) -> None:
+    """Also where a test has failed: a process that is left running fails the tests after it."""
+    process.kill()
+    with process:
+        pass
+
+
 def first_line(process: subprocess.Popen[str]) -> str:
     assert process.stdout is not None
     line = process.stdout.readline()
@@ -260,9 +267,9 @@ def test_the_command_serves_until_ctrl_c() -> None:
         local = load_reward("simple_rewards:redness", {}, "cpu")
         assert torch.equal(scores(remote, eighths(3), 2), scores(local, eighths(3), 2))
         process.send_signal(signal.SIGINT)
-        out, err = process.communicate(timeout=60)
+        out, err = process.communicate(timeout=120)
     finally:
-        process.kill()
+        end(process)
     assert (process.returncode, out, err) == (0, "stopped\n", "")
 
 
@@ -310,5 +317,4 @@ def test_the_documented_service_works_as_it_stands() -> None:
         expected = scores(mean, eighths(3), 3)
         torch.testing.assert_close(scores(remote, eighths(3), 3), expected, atol=1e-6, rtol=0)
     finally:
-        process.terminate()
-        process.communicate(timeout=60)
+        end(process)

@@ -135,8 +135,12 @@ def test_the_reward_goes_up(folder: Path, tmp_path: Path) -> None:
     assert (tmp_path / "run/final/model_index.json").is_file()
 
 
+HERE = Path(__file__).parent
+PATHS = os.pathsep.join([str(HERE.parent / "src"), str(HERE)])
+
+
 def start(folder: Path, run: Path, *arguments: str) -> subprocess.Popen[str]:
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parent)}
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": PATHS}
     command = [sys.executable, "-m", "flowcredit", "train", *arguments]
     return subprocess.Popen(
         command, cwd=folder, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True

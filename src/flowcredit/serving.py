@@ -8,8 +8,10 @@ Axes: B images of one request, H and W their height and width.
 import hmac
 import json
 import os
+import signal
 import socketserver
 import sys
+import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -263,12 +265,19 @@ def serve_command(
         ) from None
     with server:
         exposed = not is_loopback(host) and token is None
+        _listen_to_interrupts()
         warning = "; whoever reaches this port can use it, see --token-env" if exposed else ""
         try:
             print(f"reward {name!r} at {server.url} (Ctrl-C ends it){warning}", flush=True)
             server.serve_forever()
         except KeyboardInterrupt:
             print("stopped", flush=True)
+
+
+def _listen_to_interrupts() -> None:
+    """A shell starts what it puts in the background deaf to Ctrl-C and kill -INT."""
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def _read_options(words: Sequence[str]) -> dict[str, Any]:
