@@ -87,7 +87,7 @@ def check_rows(model: PipelineFlow, prompts: Sequence[str]) -> None:
     for row in range(len(prompts)):
         own = model.encode([prompts[row]])
         alone = model.velocity(x[row : row + 1], sigma[row : row + 1], own)
-        torch.testing.assert_close(together[row : row + 1], alone, atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(together[row : row + 1], alone, atol=1e-4, rtol=0)
         other = rows_of(cond, torch.tensor([(row + 1) % len(prompts)]))
         changed = model.velocity(x[row : row + 1], sigma[row : row + 1], other)
         assert (changed - alone).abs().max() > 1e-3, "the text changes nothing"
