@@ -1,6 +1,6 @@
 """Does it learn? One recipe, several seeds, two at a time; resumable: give the command again.
 
-    python benchmarks/learning.py recipes/shapes_g2rpo_long.yaml --seeds 5 --out runs/learning
+    python benchmarks/learning.py recipes/shapes_g2rpo_long.yaml --seeds 5
 
 Every seed is an ordinary run of `flowcredit train`, in a process and on threads of its own. Prints, and
 writes to OUT/results.md and OUT/results.json, the held-out scores before and after of every seed, with the
@@ -53,10 +53,11 @@ def main() -> None:
     )
     parser.add_argument("recipe", type=Path)
     parser.add_argument("--seeds", type=int, default=5)
-    parser.add_argument("--out", type=Path, default=Path("runs/learning"))
+    parser.add_argument("--out", type=Path, help="runs/learning/RECIPE by default")
     parser.add_argument("--parallel", type=int, default=2)
     parser.add_argument("--threads", type=int, default=1)
     args = parser.parse_args()
+    args.out = args.out or Path("runs/learning") / args.recipe.stem
     iterations = load_recipe(args.recipe).train.iterations
     runs = [
         Run(args.out / f"seed-{seed}", args.recipe, (f"seed={seed}",), iterations)

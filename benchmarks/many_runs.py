@@ -14,6 +14,8 @@ from typing import Any
 
 from scipy.stats import t as student
 
+from flowcredit.recipe_io import load_recipe, recipe_diff
+
 
 @dataclass(frozen=True)
 class Run:
@@ -29,8 +31,25 @@ class Run:
         train = [sys.executable, "-m", "flowcredit", "train"]
         if (self.folder / "recipe.yaml").exists():
             return [*train, "--resume", str(self.folder)]
-        place = (f"name={self.folder.name}", f"output={self.folder.parent}")
-        return [*train, str(self.recipe), *self.overrides, *place]
+        return [*train, str(self.recipe), *self._changes]
+
+    @property
+    def _changes(self) -> tuple[str, ...]:
+        return (*self.overrides, f"name={self.folder.name}", f"output={self.folder.parent}")
+
+    def refuse_another(self) -> None:
+        """SystemExit where the folder holds a run of other settings: it is neither resumed nor counted."""
+        there = self.folder / "recipe.yaml"
+        if there.exists():
+            changes = [
+                change
+                for change in recipe_diff(load_recipe(there), load_recipe(self.recipe, self._changes))
+                if change.setting != "output"  # The same place may be written in other ways.
+            ]
+            if changes:
+                raise SystemExit(
+                    f"{self.folder}: a run of other settings ({changes[0]}); choose another --out"
+                )
 
     @property
     def finished(self) -> bool:
@@ -49,6 +68,8 @@ class Run:
 
 def run_all(runs: Sequence[Run], parallel: int, threads: int) -> None:
     """Start what is not finished, ``parallel`` at a time; SystemExit names the log of a run that fails."""
+    for run in runs:
+        run.refuse_another()
     waiting = [run for run in runs if not run.finished]
     running: dict[Run, subprocess.Popen[bytes]] = {}
     environment = {**os.environ, "OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads)}

@@ -1,6 +1,7 @@
 """What every adapter of a pipeline must do, whatever its family: one rollout and one update, row by row."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Literal
 
 import torch
@@ -49,23 +50,27 @@ def weights_of_all_parts(model: PipelineFlow) -> dict[str, Tensor]:
     }
 
 
-def check_update(model: PipelineFlow, method: Literal["full", "lora"], prompts: Sequence[str]) -> None:
-    """The first ratios are exactly 1, and of all weights of the pipeline those that are trained move."""
+@dataclass(frozen=True)
+class Updated:
+    """What one update did; names of weights begin with their part of the pipeline."""
+
+    metrics: UpdateMetrics
+    trained: set[str]
+    moved: set[str]
+    reached: float
+    """Share that moved, of the weights that a first update can move: of a LoRA the second matrices alone."""
+
+
+def updated_once(model: PipelineFlow, method: Literal["full", "lora"], prompts: Sequence[str]) -> Updated:
+    """Choose what is trained, roll out, update, and compare every weight of the pipeline with before."""
     prepare_weights(model.network, method, rank=2, alpha=4.0, targets=model.lora_targets)
     trained = {f"{model.part}.{name}" for name in trainable_parameters(model.network)}
     before = weights_of_all_parts(model)
-    assert trained <= before.keys()
     metrics = rolled_and_updated(model, prompts)
-    assert metrics.on_policy_deviation == 0.0
-    assert metrics.grad_norm > 0
     after = weights_of_all_parts(model)
     moved = {name for name, value in after.items() if not torch.equal(value, before[name])}
-    assert moved
-    assert moved <= trained
-    # Text leaves the last block of a joint transformer unused, and what leads there has no gradient; of a
-    # LoRA the second matrices alone move at first.
-    expected = {name for name in trained if method == "full" or ".lora_B." in name}
-    assert len(moved & expected) > 0.6 * len(expected)
+    movable = {name for name in trained if method == "full" or ".lora_B." in name}
+    return Updated(metrics, trained, moved, len(moved & movable) / len(movable))
 
 
 def train_stand_in(model: PipelineFlow, method: Literal["full", "lora"], size: float = 0.05) -> None:
@@ -78,16 +83,15 @@ def train_stand_in(model: PipelineFlow, method: Literal["full", "lora"], size: f
 
 
 @torch.no_grad()
-def check_rows(model: PipelineFlow, prompts: Sequence[str]) -> None:
-    """A row's velocity is its own: alone, or among neighbours of other texts, states and sigmas."""
+def velocities_by_row(model: PipelineFlow, prompts: Sequence[str]) -> tuple[Tensor, Tensor, Tensor]:
+    """Velocities of rows of different texts, states and sigmas: in one batch, each alone, and each under its
+    neighbour's text."""
     cond = model.encode(prompts)
     x = model.initial_noise(len(prompts), torch.Generator().manual_seed(3))
     sigma = torch.linspace(0.9, 0.2, len(prompts))
-    together = model.velocity(x, sigma, cond)
+    alone, swapped = [], []
     for row in range(len(prompts)):
-        own = model.encode([prompts[row]])
-        alone = model.velocity(x[row : row + 1], sigma[row : row + 1], own)
-        torch.testing.assert_close(together[row : row + 1], alone, atol=1e-4, rtol=0)
-        other = rows_of(cond, torch.tensor([(row + 1) % len(prompts)]))
-        changed = model.velocity(x[row : row + 1], sigma[row : row + 1], other)
-        assert (changed - alone).abs().max() > 1e-3, "the text changes nothing"
+        here = (x[row : row + 1], sigma[row : row + 1])
+        alone.append(model.velocity(*here, model.encode([prompts[row]])))
+        swapped.append(model.velocity(*here, rows_of(cond, torch.tensor([(row + 1) % len(prompts)]))))
+    return model.velocity(x, sigma, cond), torch.cat(alone), torch.cat(swapped)

@@ -374,6 +374,9 @@ def test_a_second_method_is_a_second_class(tmp_path: Path) -> None:
 def test_settings_of_adapters_are_refused_where_there_are_none(minimal: Path) -> None:
     assert "weights.rank: 8 is for adapters, but method 'full' has none" in refusal(minimal, "weights.rank=8")
     assert load_recipe(minimal, ["weights.method=lora", "weights.rank=8"]).weights.rank == 8
+    # As a run that trained all weights wrote it when the targets still had one default.
+    resolved = "weights={method: full, rank: 64, alpha: 128.0, targets: [to_q, to_k, to_v, to_out.0]}"
+    assert load_recipe(minimal, [resolved]).weights.method == "full"
 
 
 def test_settings_of_few_values_are_listed_with_them() -> None:

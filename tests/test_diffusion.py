@@ -10,7 +10,7 @@ import pytest
 import torch
 from diffusers import FlowMatchEulerDiscreteScheduler
 
-from adapters import check_rows, check_update, train_stand_in
+from adapters import train_stand_in, updated_once, velocities_by_row
 from flowcredit.errors import InputError
 from flowcredit.export import export_weights
 from flowcredit.weights import prepare_weights
@@ -161,13 +161,23 @@ def test_times_between_those_of_training_are_interpolated(folder: Path) -> None:
     assert any(time != round(time) for time in asked)
 
 
+# Sums over threads are ordered by the batch.
+@pytest.mark.usefixtures("one_thread")
 def test_a_rows_velocity_is_its_own(folder: Path) -> None:
-    check_rows(load_tiny_diffusion(folder), [*PROMPTS, "a"])
+    model = load_tiny_diffusion(folder)
+    together, alone, under_another_text = velocities_by_row(model, [*PROMPTS, "a"])
+    torch.testing.assert_close(together, alone, atol=1e-5, rtol=1e-5)
+    assert (under_another_text - alone).abs().flatten(1).amax(1).min() > 1e-3
 
 
 @pytest.mark.parametrize("method", ["lora", "full"])
 def test_an_update_moves_the_trained_weights_alone(folder: Path, method: Literal["full", "lora"]) -> None:
-    check_update(load_tiny_diffusion(folder), method, PROMPTS)
+    done = updated_once(load_tiny_diffusion(folder), method, PROMPTS)
+    assert done.metrics.on_policy_deviation == 0.0
+    assert done.metrics.grad_norm > 0
+    assert done.moved <= done.trained
+    # Text leaves the last block of a joint transformer unused, and what leads there has no gradient.
+    assert done.reached > 0.6
 
 
 def test_autocast_stays_close(folder_of: Folder) -> None:

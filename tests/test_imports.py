@@ -33,7 +33,8 @@ FLOORS = (
     ("evaluate", "calibration", "diagnostics"),
     ("report", "calibrate", "check"),
     ("trainer", "serving"),
-    ("tool_commands", "cli_inputs"),
+    ("cli_inputs",),
+    ("tool_commands",),
     ("cli",),
     ("__main__",),
 )

@@ -5,13 +5,14 @@ import os
 import shlex
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 from rich.console import Console
 
 from flowcredit.cli_inputs import (
     INTERRUPTED,
+    Overrides,
     check_run,
     chosen_prompts,
     only_overrides,
@@ -23,9 +24,6 @@ from flowcredit.cli_inputs import (
 from flowcredit.errors import InputError
 from flowcredit.published import PUBLISHED, published_table
 from flowcredit.tool_commands import check, serve_reward
-
-if TYPE_CHECKING:
-    pass
 
 BAD_INPUT = 2
 
@@ -41,14 +39,6 @@ app = typer.Typer(
 RecipeOrRun = Annotated[
     str,
     typer.Argument(metavar="RECIPE|RUN", help="A recipe file, or the folder of a run.", show_default=False),
-]
-Overrides = Annotated[
-    list[str] | None,
-    typer.Argument(
-        metavar="SETTING=VALUE",
-        help="Settings to change, such as train.learning_rate=1e-5; flowcredit settings lists all.",
-        show_default=False,
-    ),
 ]
 
 

@@ -2,7 +2,7 @@
 
 import shlex
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -14,6 +14,15 @@ if TYPE_CHECKING:
     from flowcredit.run_folder import RunFolder
 
 INTERRUPTED = 130
+
+Overrides = Annotated[
+    list[str] | None,
+    typer.Argument(
+        metavar="SETTING=VALUE",
+        help="Settings to change, such as train.learning_rate=1e-5; flowcredit settings lists all.",
+        show_default=False,
+    ),
+]
 
 
 def only_overrides(first: str | None, others: list[str] | None) -> list[str]:

@@ -222,7 +222,8 @@ class WeightSettings(Section):
     @model_validator(mode="after")
     def _adapters_are_asked_for(self) -> "WeightSettings":
         if self.method == "full":
-            for name in ("rank", "alpha", "targets"):
+            # Not the targets: resolved recipes of runs before they depended on the family name them all.
+            for name in ("rank", "alpha"):
                 value = getattr(self, name)
                 if value != type(self).model_fields[name].default:
                     refuse(

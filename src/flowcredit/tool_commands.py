@@ -5,13 +5,12 @@ from typing import Annotated
 
 import typer
 
+from flowcredit.cli_inputs import Overrides
+
 
 def check(
     recipe: Annotated[str, typer.Argument(metavar="RECIPE", help="A recipe file.", show_default=False)],
-    overrides: Annotated[
-        list[str] | None,
-        typer.Argument(metavar="SETTING=VALUE", help="Settings to change.", show_default=False),
-    ] = None,
+    overrides: Overrides = None,
 ) -> None:
     """Try a recipe on its own model and rewards, in the time of one prompt; nothing is written.
 
