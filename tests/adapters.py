@@ -11,6 +11,7 @@ from flowcredit.algorithms import g2rpo
 from flowcredit.config import TrainSettings
 from flowcredit.methods import G2RPOSettings
 from flowcredit.models.loading import PipelineFlow
+from flowcredit.objectives import policy_sets
 from flowcredit.rollout import KeyedNoise, rollout, rows_of
 from flowcredit.transition import make_kernel
 from flowcredit.update import UpdateMetrics, update_policy
@@ -38,7 +39,8 @@ def rolled_and_updated(model: PipelineFlow, prompts: Sequence[str], rate: float 
     settings = TrainSettings(mixed_precision="no", update="per_step", micro_batch_size=len(prompts))
     trained = trainable_parameters(model.network).values()
     optimizer = torch.optim.AdamW(trained, lr=rate)
-    return update_policy(model, cond, kernel, done.transitions, advantages, optimizer, settings, lambda: None)
+    sets = policy_sets(done.transitions, advantages, kernel, settings)
+    return update_policy(model, cond, sets, optimizer, settings, lambda: None)
 
 
 def weights_of_all_parts(model: PipelineFlow) -> dict[str, Tensor]:

@@ -8,7 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from flowcredit.advantages import WeightsOn, credit_steps, leaf_advantages, normalise
+from flowcredit.advantages import credit_steps, leaf_advantages, normalise
+from flowcredit.credit import Credit, WeightsOn
 from flowcredit.plan import Plan, Segment
 
 NAN = math.nan
@@ -153,7 +154,7 @@ def test_weights_on_rewards_let_the_larger_unit_decide() -> None:
     rewards = {leaf: one_prompt([SPREAD, [300.0, 200.0, 100.0]]) for leaf in (1, 2)}
 
     def credit(*weights: float, on: WeightsOn = "rewards") -> list[float]:
-        return credit_steps(two_strides(), rewards, torch.tensor(weights), "leaves", "mean", weights_on=on)[
+        return credit_steps(two_strides(), rewards, torch.tensor(weights), Credit(combine="mean"), on)[
             0
         ].tolist()[0]
 

@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flowcredit.plan import Anchor, Plan, Segment, strided_path
+from flowcredit.plan_picture import describe
 
 GOLDEN = json.loads((Path(__file__).parent / "golden" / "granular_paths.json").read_text())["paths"]
 
@@ -244,7 +245,7 @@ def test_compiled_nodes_follow_the_segments(plan: Plan) -> None:
 @given(plans())
 @settings(max_examples=50, deadline=None)
 def test_the_picture_shows_every_visited_index(plan: Plan) -> None:
-    picture = plan.describe()
+    picture = describe(plan)
     assert f"velocity evaluations for a prompt: {plan.velocity_evaluations} " in picture
     assert f"decodes: {plan.decodes} " in picture
     rows = picture.splitlines()[2:-2]
@@ -255,7 +256,7 @@ def test_the_picture_shows_every_visited_index(plan: Plan) -> None:
 
 def test_a_picture_in_full() -> None:
     plan = trunk_and_branches(5, range(2), 3, (1, 2), "end")
-    assert plan.describe().splitlines()[1:] == [
+    assert describe(plan).splitlines()[1:] == [
         "0 1 2 3 4 5",
         "●─●          ×1",
         "│ └~●─●─●─●  ×3 trained scored",
@@ -279,7 +280,7 @@ def test_a_picture_of_probes_keeps_the_trajectory_in_one_row() -> None:
         Segment(None, (0, 4), scored=True),
         Segment(None, (0, 2, 4), scored=True),
     )
-    assert Plan(4, segments, root_width=3).describe().splitlines()[1:-2] == [
+    assert describe(Plan(4, segments, root_width=3)).splitlines()[1:-2] == [
         "0 1 2 3 4",
         "●~●~●─●─●  ×3 trained scored",
         "│ │ └~●─●  ×6 untrained scored",
@@ -298,7 +299,7 @@ def test_a_picture_gives_the_row_to_the_first_that_goes_on() -> None:
         Segment(1, (2, 4), scored=True),
         Segment(2, (3, 4), scored=True),
     )
-    assert Plan(4, segments).describe().splitlines()[2:-2] == [
+    assert describe(Plan(4, segments)).splitlines()[2:-2] == [
         "●─●~●───●  ×1 trained scored",
         "  └~~~●─●  ×1 trained scored",
     ]

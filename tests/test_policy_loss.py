@@ -14,9 +14,7 @@ from flowcredit.transition import make_kernel
 
 def evaluate(ratios: list[float], advantages: list[float], clip_range: float) -> tuple[float, Tensor]:
     new = torch.log(torch.tensor(ratios, dtype=torch.float64)).requires_grad_()
-    loss, _ = clipped_loss(
-        new, torch.zeros(len(ratios), dtype=torch.float64), torch.tensor(advantages), clip_range
-    )
+    loss, _ = clipped_loss(new, torch.tensor(advantages), clip_range)
     loss.backward()
     assert new.grad is not None
     return float(loss.detach()), new.grad
@@ -64,45 +62,43 @@ def test_the_cut_stands_at_the_clip_range() -> None:
 def test_metrics_by_hand() -> None:
     ratios = torch.tensor([[1.5, 1.0, 0.5], [1.0, 1.0, 1.1]], dtype=torch.float64)
     advantages = torch.tensor([[1.0, 0.0, -1.0], [0.0, 0.0, 0.0]])
-    _, metrics = clipped_loss(torch.log(ratios), torch.zeros_like(ratios), advantages, 0.2)
-    assert metrics.ratio_mean == pytest.approx(6.1 / 6)
-    assert metrics.ratio_max_deviation == pytest.approx(0.5)
-    assert metrics.clip_fraction_low == pytest.approx(1 / 6)
-    assert metrics.clip_fraction_high == pytest.approx(1 / 6)
+    _, metrics = clipped_loss(torch.log(ratios), advantages, 0.2)
+    assert metrics["ratio_mean"] == pytest.approx(6.1 / 6)
+    assert metrics["ratio_max_deviation"] == pytest.approx(0.5)
+    assert metrics["clip_fraction_low"] == pytest.approx(1 / 6)
+    assert metrics["clip_fraction_high"] == pytest.approx(1 / 6)
     kl = (0.5 - math.log(1.5)) + (-0.5 - math.log(0.5)) + (0.1 - math.log(1.1))
-    assert metrics.approx_kl == pytest.approx(kl / 6)
-    assert metrics.dead_groups == pytest.approx(0.5)
+    assert metrics["approx_kl"] == pytest.approx(kl / 6)
 
 
 def test_on_policy_nothing_is_clipped() -> None:
     log_prob = torch.randn(4, 8, generator=torch.Generator().manual_seed(0)) * 3
     advantages = torch.randn(4, 8, generator=torch.Generator().manual_seed(1))
-    loss, metrics = clipped_loss(log_prob, log_prob.clone(), advantages, 1e-4)
+    loss, metrics = clipped_loss(log_prob - log_prob.clone(), advantages, 1e-4)
     assert float(loss) == pytest.approx(-float(advantages.mean()), abs=1e-7)
-    assert (metrics.ratio_mean, metrics.ratio_max_deviation, metrics.approx_kl) == (1.0, 0.0, 0.0)
-    assert (metrics.clip_fraction_low, metrics.clip_fraction_high, metrics.dead_groups) == (0.0, 0.0, 0.0)
+    assert (metrics["ratio_mean"], metrics["ratio_max_deviation"], metrics["approx_kl"]) == (1.0, 0.0, 0.0)
+    assert (metrics["clip_fraction_low"], metrics["clip_fraction_high"]) == (0.0, 0.0)
 
 
 def test_only_the_new_policy_learns() -> None:
-    new, old, advantages = (torch.full((2,), value, requires_grad=True) for value in (0.1, 0.0, 1.0))
-    loss, _ = clipped_loss(new, old, advantages, 0.5)
+    new, advantages = (torch.full((2,), value, requires_grad=True) for value in (0.1, 1.0))
+    loss, _ = clipped_loss(new, advantages, 0.5)
     loss.backward()
     assert new.grad is not None
-    assert old.grad is None
     assert advantages.grad is None
 
 
 @pytest.mark.parametrize("clip_range", [0.0, 1.0, -0.1, math.nan])
 def test_broken_clip_ranges_are_refused(clip_range: float) -> None:
     with pytest.raises(ValueError, match="between 0 and 1"):
-        clipped_loss(torch.zeros(2), torch.zeros(2), torch.zeros(2), clip_range)
+        clipped_loss(torch.zeros(2), torch.zeros(2), clip_range)
 
 
 def test_shapes_that_would_broadcast_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"\(2, 3\), \(2, 1\), \(2, 3\): expected one shape"):
-        clipped_loss(torch.zeros(2, 3), torch.zeros(2, 1), torch.zeros(2, 3), 0.1)
+    with pytest.raises(ValueError, match=r"\(2, 1\), \(2, 3\): expected one shape"):
+        clipped_loss(torch.zeros(2, 1), torch.zeros(2, 3), 0.1)
     with pytest.raises(ValueError, match="expected one shape"):
-        clipped_loss(torch.zeros(0), torch.zeros(0), torch.zeros(0), 0.1)
+        clipped_loss(torch.zeros(0), torch.zeros(0), 0.1)
 
 
 @pytest.mark.parametrize("k", [0, 2, 4])
@@ -124,7 +120,7 @@ def test_the_gradient_on_a_linear_reward_is_the_exact_policy_gradient(k: int) ->
     axes = math.sqrt(dims) * torch.eye(dims, dtype=torch.float64)
     x_next = policy.draw(torch.cat([axes, -axes])).detach()
     log_prob = policy.log_prob(x_next, 1)
-    loss, _ = clipped_loss(log_prob, log_prob.detach(), x_next @ c, 1e-4)
+    loss, _ = clipped_loss(log_prob - log_prob.detach(), x_next @ c, 1e-4)
     loss.backward()
 
     held = 1 - float(grid[1]) if k == 0 else 1 - s

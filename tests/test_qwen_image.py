@@ -96,8 +96,8 @@ def test_a_rows_velocity_is_its_own(folder: Path, guidance_scale: float) -> None
 @pytest.mark.parametrize("method", ["lora", "full"])
 def test_an_update_moves_the_trained_weights_alone(folder: Path, method: Literal["full", "lora"]) -> None:
     done = updated_once(load_tiny_qwen_image(folder), method, PROMPTS)
-    assert done.metrics.on_policy_deviation == 0.0
-    assert done.metrics.grad_norm > 0
+    assert done.metrics["on_policy_deviation"] == 0.0
+    assert done.metrics["grad_norm"] > 0
     assert done.moved <= done.trained
     # Text leaves the last block of a joint transformer unused, and what leads there has no gradient.
     assert done.reached > 0.6

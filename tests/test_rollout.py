@@ -15,6 +15,7 @@ from flowcredit.config import TrainSettings
 from flowcredit.interfaces import Reward
 from flowcredit.methods import G2RPOSettings
 from flowcredit.models.gaussian import GaussianFlow, GaussianMixtureFlow, MixtureVelocity
+from flowcredit.objectives import policy_sets
 from flowcredit.plan import Anchor, Plan, Segment, strided_path
 from flowcredit.rollout import KeyedNoise, Rollout, rollout
 from flowcredit.scoring import score_leaves
@@ -175,18 +176,22 @@ def test_on_policy_ratio_is_one_also_for_states_stored_in_less_precision(dtype: 
     done, model, plan, grid = run(settings, 13, dtype=dtype)
     rewards = {leaf: torch.randn(1, len(PROMPTS), 5, dtype=torch.float64) for leaf in plan.scored}
     optimizer = torch.optim.SGD(model.network.parameters(), lr=0.0)
+    updating = TrainSettings(update="accumulated", micro_batch_size=4, mixed_precision="no")
     metrics = update_policy(
         model,
         model.encode(PROMPTS),
-        make_kernel("flow_sde", grid, 0.7),
-        done.transitions,
-        leaf_advantages(plan, rewards, torch.ones(1)),
+        policy_sets(
+            done.transitions,
+            leaf_advantages(plan, rewards, torch.ones(1)),
+            make_kernel("flow_sde", grid, 0.7),
+            updating,
+        ),
         optimizer,
-        TrainSettings(update="accumulated", micro_batch_size=4, mixed_precision="no"),
+        updating,
         lambda: None,
     )
-    assert metrics.ratio_max_deviation < 1e-12
-    assert metrics.on_policy_deviation < 1e-12
+    assert metrics["ratio_max_deviation"] < 1e-12
+    assert metrics["on_policy_deviation"] < 1e-12
 
 
 def test_policy_gradient_of_a_linear_case_is_the_analytic_one() -> None:
@@ -212,14 +217,18 @@ def test_policy_gradient_of_a_linear_case_is_the_analytic_one() -> None:
     reward = (done.leaves[1] @ w).unsqueeze(0)
     optimizer = torch.optim.SGD(model.network.parameters(), lr=1.0)
     before = means_of(model).detach().clone()
+    updating = TrainSettings(update="accumulated", mixed_precision="no", max_grad_norm=1e6)
     update_policy(
         model,
         cond,
-        kernel,
-        done.transitions,
-        leaf_advantages(plan, {1: reward}, torch.ones(1), clamp=None),
+        policy_sets(
+            done.transitions,
+            leaf_advantages(plan, {1: reward}, torch.ones(1), clamp=None),
+            kernel,
+            updating,
+        ),
         optimizer,
-        TrainSettings(update="accumulated", mixed_precision="no", max_grad_norm=1e6),
+        updating,
         lambda: None,
     )
     gradient = (before - means_of(model).detach()).squeeze(0)

@@ -1,19 +1,19 @@
 """From rewards to advantages: normalised within a group, gathered over the leaves of a transition.
 
-Axes: R rewards, P prompts, W samples for a prompt at a segment, G group.
+Axes: R rewards, P prompts, W samples for a prompt at a segment, G group, *D latent dimensions.
 """
 
 from collections.abc import Mapping
-from typing import Literal
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from flowcredit.credit import Combine, Credit, Spread, WeightsOn
 from flowcredit.plan import Plan
+from flowcredit.step_rewards import fused, remaining_similarity, state_rewards, turning_rewards
 
-Combine = Literal["sum", "mean"]
-Rule = Literal["leaves", "state", "gain"]
-WeightsOn = Literal["advantages", "rewards"]
+DEFAULT = Credit()
 
 RELATIVE_ROUNDING = 16 * torch.finfo(torch.float32).eps
 """Rewards that lie this close, relative to the largest, are equal: float32 tells no more."""
@@ -21,12 +21,14 @@ ABSOLUTE_ROUNDING = 1e-7
 """The same for rewards near 0 that are left over where numbers of order 1 cancel."""
 
 
-def normalise(rewards: Tensor) -> Tensor:
+def normalise(rewards: Tensor, spread: Spread = "group") -> Tensor:
     """``(r - mean) / std`` over the last axis, unbiased std: [..., G] to [..., G] float32 or float64.
 
     The group-relative advantage of GRPO (arXiv 2402.03300). A group whose rewards are equal, if only up
     to rounding, gets exactly 0, and so does one with fewer than two scores. NaN means no score: left out
-    of the statistics, its advantage is 0. ValueError for an infinite reward.
+    of the statistics, its advantage is 0. ``spread`` "batch", for [..., P, G]: the std is that of all P G
+    rewards, the mean still the group's (the global std of Flow-GRPO's released code). ValueError for an
+    infinite reward.
     """
     if bool(torch.isinf(rewards).any()):
         raise ValueError("a reward is infinite: expected finite scores, or NaN where there is none")
@@ -37,6 +39,8 @@ def normalise(rewards: Tensor) -> Tensor:
     mean = filled.sum(-1, keepdim=True) / count.clamp(min=1)
     centred = torch.where(known, values - mean, 0.0)
     std = torch.sqrt((centred**2).sum(-1, keepdim=True) / (count - 1).clamp(min=1))
+    if spread == "batch":
+        std = _std_of_all(filled, known)
     highest = torch.where(known, values, -torch.inf).amax(-1, keepdim=True)
     lowest = torch.where(known, values, torch.inf).amin(-1, keepdim=True)
     relative = (
@@ -48,12 +52,21 @@ def normalise(rewards: Tensor) -> Tensor:
     return advantage.to(torch.float64 if rewards.dtype == torch.float64 else torch.float32)
 
 
+def _std_of_all(filled: Tensor, known: Tensor) -> Tensor:
+    """[..., P, G] to [..., 1, 1]: the deviation of all known values, over prompts and samples."""
+    count = known.sum((-2, -1), keepdim=True)
+    mean = filled.sum((-2, -1), keepdim=True) / count.clamp(min=1)
+    squares = torch.where(known, filled - mean, 0.0) ** 2
+    return torch.sqrt(squares.sum((-2, -1), keepdim=True) / (count - 1).clamp(min=1))
+
+
 def leaf_advantages(
     plan: Plan,
     rewards: Mapping[int, Tensor],
     weights: Tensor,
     combine: Combine = "sum",
     clamp: float | None = 5.0,
+    spread: Spread = "group",
 ) -> dict[int, Tensor]:
     """Advantages of every transition of a plan from the leaves below it: [P, W] for each.
 
@@ -67,7 +80,7 @@ def leaf_advantages(
         raise ValueError(f"leaves are combined by {combine!r}: expected 'sum' or 'mean'")
     if clamp is not None and not clamp > 0:
         raise ValueError(f"advantages are clamped to {clamp}: expected a number above 0, or None")
-    by_leaf = {leaf: _weighted(plan, leaf, rewards, weights) for leaf in plan.scored}
+    by_leaf = {leaf: _weighted(plan, leaf, rewards, weights, spread) for leaf in plan.scored}
     result = {}
     for transition in plan.transitions:
         width = plan.width(transition)
@@ -78,25 +91,37 @@ def leaf_advantages(
         total = torch.stack(parts).sum(0)
         if combine == "mean":
             total = total / len(parts)
-        result[transition] = total if clamp is None else total.clamp(-clamp, clamp)
+        result[transition] = _clamped(total, clamp)
     return result
+
+
+@dataclass(frozen=True)
+class Images:
+    """What rules that look at latents need: ``predicted`` maps each transition to the images predicted at its
+    start, [P, W of the start, *D], ``ends`` each scored segment to [P, W, *D]."""
+
+    predicted: Mapping[int, Tensor]
+    ends: Mapping[int, Tensor]
 
 
 def credit_steps(
     plan: Plan,
     rewards: Mapping[int, Tensor],
     weights: Tensor,
-    rule: Rule = "leaves",
-    combine: Combine = "sum",
-    clamp: float | None = 5.0,
+    credit: Credit = DEFAULT,
     weights_on: WeightsOn = "advantages",
+    images: Images | None = None,
 ) -> dict[int, Tensor]:
-    """Advantages of every transition, [P, W], by one of three rules.
+    """Advantages of every transition, [P, W], by the rule of ``credit``.
 
-    "leaves": ``leaf_advantages``. "state": the reward of the transition's own probe, the scored segment
-    that continues it, normalised over the W samples of each prompt. "gain": that reward less the probe's
-    of the state where the transition starts, normalised alike (DenseGRPO, arXiv 2601.20218). Where the
-    start has no probe, it is one state that the whole group shares, and its reward cancels.
+    "leaves": ``leaf_advantages``. "similarity": those, shared out over the trajectory by
+    ``step_rewards.remaining_similarity`` of ``images`` and normalised again over its steps and samples
+    together, as CoCA does (arXiv 2505.19196). The other rules first give each transition a reward of its own,
+    which is then normalised. "fused": the mean reward of the leaves below it (BranchGRPO, arXiv 2509.06040).
+    "state": the reward of its own probe, the scored segment that continues it. "gain": that reward less the
+    probe's of the state where the transition starts (DenseGRPO, arXiv 2601.20218); where the start has no
+    probe, it is one state that the whole group shares, and its reward cancels. "turning":
+    ``step_rewards.turning_rewards``.
 
     ``weights_on`` "advantages": each reward is normalised, then they are added by weight, so that none
     dominates by its unit. "rewards": the rewards are added by weight and their sum is normalised; an image
@@ -105,36 +130,58 @@ def credit_steps(
     if weights_on == "rewards":
         rewards = {leaf: _summed(scores, weights) for leaf, scores in rewards.items()}
         weights = torch.ones(1)
-    if rule == "leaves":
-        return leaf_advantages(plan, rewards, weights, combine, clamp)
-    found = step_rewards(plan, rewards, gain=rule == "gain")
-    result = {}
-    for transition, values in found.items():
-        total = (normalise(values) * weights.to(values).view(-1, 1, 1)).sum(0)
-        result[transition] = total if clamp is None else total.clamp(-clamp, clamp)
-    return result
+    if credit.rule in ("leaves", "similarity"):
+        found = leaf_advantages(plan, rewards, weights, credit.combine, credit.clamp, credit.spread)
+        if credit.rule == "leaves":
+            return found
+        if images is None:
+            raise ValueError("credit by similarity needs the images that the states predict")
+        shares = remaining_similarity(plan, images.predicted, images.ends)
+        own = {step: (each * shares[step].to(each)).unsqueeze(0) for step, each in found.items()}
+        weights = torch.ones(1)
+    elif credit.rule == "fused":
+        own = {step: fused(plan, step, rewards) for step in plan.transitions}
+    elif credit.rule == "turning":
+        own = turning_rewards(plan, rewards)
+    else:
+        own = state_rewards(plan, rewards, gain=credit.rule == "gain")
+    normal = _normalised(plan, own, credit)
+    added = {step: (each * weights.to(each).view(-1, 1, 1)).sum(0) for step, each in normal.items()}
+    return {step: _clamped(each, credit.clamp) for step, each in added.items()}
 
 
-def step_rewards(plan: Plan, rewards: Mapping[int, Tensor], gain: bool) -> dict[int, Tensor]:
-    """The reward of every transition before normalisation: [R, P, W]; arguments as in ``credit_steps``.
+def _normalised(plan: Plan, own: Mapping[int, Tensor], credit: Credit) -> dict[int, Tensor]:
+    """Rewards of transitions, [R, P, W], over the group that the credit's scope says."""
+    if credit.scope == "trajectory":
+        widths = [each.shape[-1] for each in own.values()]
+        together = normalise(torch.cat(list(own.values()), -1), credit.spread)
+        return dict(zip(own, together.split(widths, -1), strict=True))
+    if credit.scope == "siblings":
+        return {
+            step: normalise(each.unflatten(-1, (-1, plan.segments[step].fan_out))).flatten(-2)
+            for step, each in own.items()
+        }
+    return {step: normalise(each, credit.spread) for step, each in own.items()}
 
-    The gains of one trajectory sum to its last probe's reward minus its first's. ValueError where a
-    transition has no probe, or, for gains, where states that differ within a group have none.
+
+def _clamped(advantages: Tensor, clamp: float | None) -> Tensor:
+    return advantages if clamp is None else advantages.clamp(-clamp, clamp)
+
+
+def quasi_normalised(
+    rewards: Tensor, weights: Tensor, order: float, weights_on: WeightsOn = "advantages"
+) -> Tensor:
+    """Centred rewards over their quasi-norm, ``A / (sum |A|^p)^(1/p)``, added by weight: [R, P, W] to [P, W].
+
+    Below p = 2 a group whose rewards are all alike moved counts less than one with a few that stand out
+    (Neighbor GRPO, arXiv 2511.16955, eq. 11). Equal rewards give 0, and so does one without a score.
     """
-    probes = {plan.segments[leaf].parent: leaf for leaf in reversed(plan.scored)}
-    result = {}
-    for transition in plan.transitions:
-        start = plan.segments[transition].parent
-        if transition not in probes:
-            raise ValueError(f"segment {transition} is stochastic and has no scored segment of its own")
-        values = rewards[probes[transition]]
-        if gain and start in probes:
-            before = rewards[probes[start]]
-            values = values - before.repeat_interleave(values.shape[-1] // before.shape[-1], dim=-1)
-        elif gain and (plan.root_width if start is None else plan.width(start)) > 1:
-            raise ValueError(f"segment {transition} starts at states that are not scored: it has no gain")
-        result[transition] = values
-    return result
+    if weights_on == "rewards":
+        rewards, weights = _summed(rewards, weights), torch.ones(1)
+    centred = normalise(rewards)
+    size = (centred.abs() ** order).sum(-1, keepdim=True) ** (1 / order)
+    whole = torch.where(size > 0, centred / torch.where(size > 0, size, 1.0), 0.0)
+    return (whole * weights.to(whole).view(-1, 1, 1)).sum(0)
 
 
 def _summed(scores: Tensor, weights: Tensor) -> Tensor:
@@ -143,7 +190,9 @@ def _summed(scores: Tensor, weights: Tensor) -> Tensor:
     return (scores[there] * weights[there].to(scores).view(-1, 1, 1)).sum(0, keepdim=True)
 
 
-def _weighted(plan: Plan, leaf: int, rewards: Mapping[int, Tensor], weights: Tensor) -> Tensor:
+def _weighted(
+    plan: Plan, leaf: int, rewards: Mapping[int, Tensor], weights: Tensor, spread: Spread
+) -> Tensor:
     if leaf not in rewards:
         raise ValueError(f"scored segment {leaf} has no rewards: got those of {sorted(rewards)}")
     scores = rewards[leaf]
@@ -152,5 +201,5 @@ def _weighted(plan: Plan, leaf: int, rewards: Mapping[int, Tensor], weights: Ten
             f"rewards of segment {leaf} have shape {tuple(scores.shape)}: expected"
             f" [{len(weights)} rewards, prompts, {plan.width(leaf)} samples]"
         )
-    advantage = normalise(scores)
+    advantage = normalise(scores, spread)
     return (advantage * weights.to(advantage).view(-1, 1, 1)).sum(0)

@@ -48,7 +48,7 @@ class Setup:
 
 def assemble(recipe: Recipe) -> Setup:
     """Load and check every part of a run before it begins. Raises InputError for whatever cannot work."""
-    algorithm = algorithms.build(recipe.algorithm)
+    algorithm = algorithms.build(recipe.algorithm, recipe.seed)
     train_prompts = load_prompts(recipe.prompts.train, recipe.prompts.column)
     heldout = load_prompts(recipe.prompts.heldout, recipe.prompts.column)
     check_group_by(heldout, recipe.evaluation.group_by)
@@ -162,14 +162,19 @@ def build_kernel(recipe: Recipe, grid: Tensor) -> Kernel:
         kernel = make_kernel("table", grid, table.levels)
     except ValueError as error:
         raise InputError(f"{table.source}: {error}") from None
-    plan = algorithms.build(recipe.algorithm).plan
-    for step in sorted({plan.segments[i].path[0] for i in plan.transitions}):
+    for step in _noisy_steps(recipe):
         if table.levels[step] == 0:
             raise InputError(
                 f"{table.source}: the level of step {step} is 0, but {recipe.algorithm.name} draws noise"
                 " there; expected more than 0"
             )
     return kernel
+
+
+def _noisy_steps(recipe: Recipe) -> list[int]:
+    algorithm = algorithms.build(recipe.algorithm, recipe.seed)
+    plans = [algorithm.plan_at(iteration) for iteration in range(recipe.train.iterations)]
+    return sorted({plan.segments[i].path[0] for plan in plans for i in plan.transitions})
 
 
 def _same_grid(one: Sequence[float], other: Tensor) -> bool:

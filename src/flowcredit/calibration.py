@@ -14,13 +14,13 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from flowcredit.advantages import step_rewards
 from flowcredit.algorithms import dense_grpo
 from flowcredit.assembly import Setup
 from flowcredit.config import CalibrationSettings, Recipe
 from flowcredit.errors import InputError
 from flowcredit.measurement import scored_rollouts
 from flowcredit.methods import DenseGRPOSettings
+from flowcredit.step_rewards import state_rewards
 from flowcredit.transition import make_kernel
 
 _FIRST = -1_000_000
@@ -158,7 +158,7 @@ def measure_gains(
         progress=progress,
     ):
         everything.append(torch.cat([each.flatten(1) for each in scores.values()], 1))
-        gains = torch.stack(list(step_rewards(plan, scores, gain=True).values()))
+        gains = torch.stack(list(state_rewards(plan, scores, gain=True).values()))
         found.append((gains * setup.reward_weights.view(1, -1, 1, 1)).sum(1).flatten(1))
     _check_signal(torch.cat(everything, 1), tuple(setup.rewards))
     return torch.cat(found, 1)

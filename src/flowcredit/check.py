@@ -11,13 +11,13 @@ import torch
 from rich.console import Console
 from torch import Tensor
 
-from flowcredit.advantages import credit_steps
 from flowcredit.assembly import Setup, assemble
 from flowcredit.config import Recipe
+from flowcredit.experience import collect
 from flowcredit.models.own_call import pipeline_images
 from flowcredit.plan import Plan, Segment
-from flowcredit.rollout import KeyedNoise, rollout
-from flowcredit.scoring import score_images, score_leaves
+from flowcredit.rollout import rollout
+from flowcredit.scoring import score_images
 from flowcredit.update import update_policy
 from flowcredit.weights import fingerprints, trainable_parameters
 
@@ -95,6 +95,17 @@ class _Given:
     def step(self, segment: int, width: int) -> Tensor:
         raise AssertionError("a comparison without noise draws none")
 
+    def common(self, segment: int | None, width: int) -> Tensor:
+        raise AssertionError("a comparison without noise draws none")
+
+
+class _Silent:
+    def stage(self, name: str, total: int) -> None:
+        pass
+
+    def advance(self, units: int) -> None:
+        pass
+
 
 def rewards_tell_apart(setup: Setup) -> Iterator[Finding]:
     """Every reward scores drawn images, noise and black with numbers, and not all alike."""
@@ -129,22 +140,8 @@ def rewards_tell_apart(setup: Setup) -> Iterator[Finding]:
 def first_update(setup: Setup) -> Iterator[Finding]:
     """On a fresh rollout the ratio is 1; one update moves what is trained and nothing else."""
     recipe, model = setup.recipe, setup.model
-    prompts = setup.train_prompts.take([0])
-    cond = model.encode(prompts.prompts)
-    plan, credit = setup.algorithm.plan, setup.algorithm.credit
-    source = KeyedNoise(model, recipe.seed, _ITERATION, [0])
-    ran = rollout(model, plan, cond, setup.grid, setup.kernel, source, recipe.rollout.batch_size)
-    scores, _ = score_leaves(
-        model,
-        ran.leaves,
-        prompts.prompts,
-        prompts.columns,
-        setup.rewards,
-        batch_size=recipe.scoring.batch_size,
-    )
-    weights = setup.reward_weights
-    given = credit_steps(plan, scores, weights, credit.rule, credit.combine, credit.clamp)
-    spread = max(float(each.abs().max()) for each in given.values())
+    found = collect(setup, setup.train_prompts.take([0]), [0], 0, _Silent(), noise_iteration=_ITERATION)
+    spread = max(float(each.abs().max()) for each in found.advantages.values())
     yield Finding(
         spread > 0,
         f"advantages of one prompt: the largest is {spread:.2f}; expected some that are not 0",
@@ -154,20 +151,12 @@ def first_update(setup: Setup) -> Iterator[Finding]:
     before = fingerprints(everything)
     optimizer = torch.optim.AdamW(trained.values(), lr=recipe.train.learning_rate, weight_decay=0)
     metrics = update_policy(
-        model,
-        cond,
-        setup.kernel,
-        [step for step in ran.transitions if plan.segments[step.segment].trained],
-        given,
-        optimizer,
-        recipe.train,
-        lambda: None,
-        setup.reference,
+        model, found.cond, found.sets, optimizer, recipe.train, lambda: None, setup.reference
     )
     tolerance = recipe.train.ratio_tolerance if recipe.train.mixed_precision == "no" else 1e-2
     yield Finding(
-        metrics.on_policy_deviation <= tolerance,
-        f"ratio on the fresh rollout: off 1 by {metrics.on_policy_deviation:.1e}, expected at most"
+        metrics["on_policy_deviation"] <= tolerance,
+        f"ratio on the fresh rollout: off 1 by {metrics['on_policy_deviation']:.1e}, expected at most"
         f" {tolerance:g}",
     )
     after = fingerprints(everything)
@@ -186,6 +175,6 @@ def cost(setup: Setup) -> Finding:
     return Finding(
         True,
         f"an iteration costs {count * plan.velocity_evaluations:,} velocity evaluations in the rollout and"
-        f" {count * plan.trained_states:,} in training, {count * plan.decodes:,} decodes and as many scores"
-        f" from each of {len(setup.rewards)} rewards; {trained:,} weights are trained",
+        f" {count * setup.algorithm.trained_states(plan):,} in training, {count * plan.decodes:,} decodes"
+        f" and as many scores from each of {len(setup.rewards)} rewards; {trained:,} weights are trained",
     )

@@ -228,9 +228,10 @@ def plan(source: RecipeOrRun, overrides: Overrides = None) -> None:
     """
     settings, _ = open_source(source, overrides)
     from flowcredit import algorithms
+    from flowcredit.plan_picture import describe
 
-    tree = algorithms.build(settings.algorithm).plan
-    typer.echo(tree.describe())
+    tree = algorithms.build(settings.algorithm, settings.seed).plan
+    typer.echo(describe(tree))
     prompts = settings.train.prompts_per_iteration
     costs = {
         "velocity evaluations": tree.velocity_evaluations,

@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, JsonValue, model_validator
 
-from flowcredit.methods import AlgorithmSettings, G2RPOSettings
+from flowcredit.methods import AlgorithmSettings, G2RPOSettings, with_method_defaults
 from flowcredit.sections import (
     NAME_ALONE,
     Count,
@@ -88,7 +88,7 @@ class NoiseSettings(Section):
 
     kind: Literal["flow_sde", "dance_sde", "cps", "cps_squared_error", "table"] = "flow_sde"
     """Flow-SDE (G²RPO, Flow-GRPO), Dance-SDE, Flow-CPS scored by its density or as its authors score it, or
-    Dance-SDE with a level for each step."""
+    Dance-SDE with a level for each step. DanceGRPO and Flow-GRPO-Fast have their own by default."""
     eta: Positive = 0.7
     """Noise level η, for all kinds but `table`; 0.7 as in G²RPO's runs."""
     table: Text | None = None
@@ -189,6 +189,13 @@ class TrainSettings(Section):
     kl_weight: NonNegative = 0.0
     """Weight β of the KL divergence of each trained step from the model before training; 0, none, as in
     G²RPO (DenseGRPO and Flow-GRPO take 0.01 to 0.04)."""
+    ratio: Literal["plain", "guarded"] = "plain"
+    """The probability ratio as it is, or `guarded`: without its drift and on one scale for every step, with
+    steps' gradients balanced (GRPO-Guard, arXiv 2510.22319, which clips at 2e-6 to 4e-6); plain as in
+    G²RPO."""
+    step_weights: Literal["equal", "noise"] = "equal"
+    """Weights of the trained steps: `equal`, or each step's own `noise`, its standard deviation over their
+    mean (TempFlow-GRPO, arXiv 2508.04324); equal as in G²RPO."""
     ratio_tolerance: PositiveFraction = 1e-4
     """How far the ratio on fresh rollouts may stray from 1 before the run stops, without mixed precision;
     1e-4, the clipping's own size."""
@@ -314,6 +321,21 @@ class Recipe(Section):
     checkpoint: CheckpointSettings = CheckpointSettings()
     logging: LoggingSettings = LoggingSettings()
     calibration: CalibrationSettings = CalibrationSettings()
+
+    @model_validator(mode="before")
+    @classmethod
+    def _as_its_method_has_it(cls, value: object) -> object:
+        return with_method_defaults(value)
+
+    @model_validator(mode="after")
+    def _guard_has_a_density(self) -> "Recipe":
+        if self.train.ratio == "guarded" and self.noise.kind == "cps_squared_error":
+            refuse(
+                "train.ratio",
+                "'guarded' mends a ratio of densities, but noise kind 'cps_squared_error' has none",
+                "plain, or noise.kind cps",
+            )
+        return self
 
     @model_validator(mode="after")
     def _rewards_differ(self) -> "Recipe":

@@ -11,7 +11,6 @@ beside it, cost one velocity evaluation.
 Widths count samples for one prompt. Sample ``i`` of a parent has the children ``i * fan_out + j``.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
@@ -62,7 +61,10 @@ class Segment:
     ``path``: grid indices, strictly increasing, at least two; the first is the parent's last.
     ``fan_out``: samples for each parent sample; above 1 only where the segment is stochastic.
     ``stochastic``: one noisy step that does not end at sigma 0. ``trained``: whether the policy learns
-    from it. ``scored``: the end, at sigma 0, is decoded and given to the rewards.
+    from it. ``scored``: the end, at sigma 0, is decoded and given to the rewards. ``correlation``: of the
+    noises of siblings, each of which is standard normal. ``kept``: the policy learns from so many of a
+    prompt's samples alone, those of the highest and of the lowest advantages; all by default. ``recorded``: a
+    single Euler step whose start and end the rollout keeps.
     """
 
     parent: int | None
@@ -71,6 +73,9 @@ class Segment:
     stochastic: bool = False
     scored: bool = False
     trained: bool = True
+    correlation: float = 0.0
+    kept: int | None = None
+    recorded: bool = False
 
 
 @dataclass(frozen=True)
@@ -92,6 +97,7 @@ class Node:
 class Plan:
     """Segments over a grid of ``num_steps`` steps, with ``root_width`` initial noises for a prompt.
 
+    ``root_correlation``: of the initial noises of a prompt, each of which is standard normal.
     Raises ValueError where a segment does not continue its parent, would put noise into sigma 0, copies a
     deterministic state, or leads to no scored end.
     """
@@ -99,6 +105,7 @@ class Plan:
     num_steps: int
     segments: tuple[Segment, ...]
     root_width: int = 1
+    root_correlation: float = 0.0
 
     def __post_init__(self) -> None:
         if self.num_steps < 1:
@@ -149,6 +156,20 @@ class Plan:
                     f"segment {position} puts noise into the last step, to sigma 0, where it stays in the"
                     f" image: expected a stochastic step to end before index {self.num_steps}"
                 )
+            if segment.kept is not None and (segment.fan_out > 1 or segment.kept < 2):
+                raise ValueError(
+                    f"segment {position} keeps {segment.kept} samples at a fan_out of {segment.fan_out}:"
+                    " expected 2 or more, at a fan_out of 1"
+                )
+            if not 0 <= segment.correlation < 1:
+                raise ValueError(
+                    f"segment {position} has siblings correlated by {segment.correlation}: expected 0"
+                    " to below 1"
+                )
+        elif segment.recorded and len(path) != 2:
+            raise ValueError(
+                f"segment {position} is recorded over path {path}: expected one step, two indices"
+            )
         elif segment.fan_out > 1:
             raise ValueError(
                 f"segment {position} is deterministic with fan_out {segment.fan_out}: its samples would be"
@@ -238,10 +259,13 @@ class Plan:
     @property
     def trained_states(self) -> int:
         """Distinct (state, sigma) pairs whose velocity training needs again for one prompt."""
-        trained = {
-            self.nodes[self.segment_end[i]].parent for i in self.transitions if self.segments[i].trained
-        }
-        return sum(self.nodes[node].width for node in trained if node is not None)
+        trained: dict[int, int] = {}
+        for i in self.transitions:
+            start = self.nodes[self.segment_end[i]].parent
+            if self.segments[i].trained and start is not None:
+                width, kept = self.nodes[start].width, self.segments[i].kept
+                trained[start] = max(trained.get(start, 0), width if kept is None else min(width, kept))
+        return sum(trained.values())
 
     @property
     def trajectory_evaluations(self) -> int | None:
@@ -288,109 +312,3 @@ class Plan:
             else:
                 trunk.add(position)
         return self.num_steps - max(reached) if reached else 0
-
-    def describe(self) -> str:
-        """The plan as a picture in text, with its cost."""
-        return _picture(self)
-
-
-def _rows(plan: Plan) -> tuple[list[list[int]], list[list[int]]]:
-    """Segments gathered into rows that read on in one line, and the rows that hang from each row."""
-    row_of: list[int] = []
-    rows: list[list[int]] = []
-    hanging: list[list[int]] = []
-    is_parent = {segment.parent for segment in plan.segments}
-    for position, segment in enumerate(plan.segments):
-        parent = segment.parent
-        goes_on = (
-            parent is not None
-            and rows[row_of[parent]][-1] == parent
-            and segment.fan_out == 1
-            and not _has_better_heir(plan, position, is_parent)
-        )
-        if parent is not None and goes_on:
-            row_of.append(row_of[parent])
-            rows[row_of[parent]].append(position)
-            continue
-        row_of.append(len(rows))
-        rows.append([position])
-        hanging.append([])
-        if position > 0:
-            hanging[0 if parent is None else row_of[parent]].append(row_of[position])
-    return rows, hanging
-
-
-def _has_better_heir(plan: Plan, position: int, is_parent: set[int | None]) -> bool:
-    """Whether a later sibling carries the trajectory on while this one ends: the row is the sibling's."""
-    if position in is_parent:
-        return False
-    parent = plan.segments[position].parent
-    return any(
-        other.parent == parent and other.fan_out == 1 and later in is_parent
-        for later, other in enumerate(plan.segments)
-        if later > position
-    )
-
-
-def _draw_row(plan: Plan, row: Sequence[int], canvas: list[str], cell: int) -> None:
-    first = plan.segments[row[0]].path[0]
-    canvas[first * cell] = "●" if row[0] == 0 else "├"
-    for position in row:
-        segment = plan.segments[position]
-        for a, b in pairwise(segment.path):
-            line = "~" if segment.stochastic else "─"
-            canvas[a * cell + 1 : b * cell] = line * ((b - a) * cell - 1)
-            canvas[b * cell] = "●"
-
-
-def _row_note(plan: Plan, row: Sequence[int]) -> str:
-    note = f"×{plan.width(row[-1])}"
-    untrained = [i for i in row if plan.segments[i].stochastic and not plan.segments[i].trained]
-    if any(plan.segments[i].stochastic for i in row):
-        note += " untrained" if untrained else " trained"
-    return note + (" scored" if plan.segments[row[-1]].scored else "")
-
-
-def _picture(plan: Plan) -> str:
-    cell = len(str(plan.num_steps)) + 1
-    rows, hanging = _rows(plan)
-    size = plan.num_steps * cell + 1
-    lines: list[str] = []
-
-    def start(row: int) -> int:
-        return plan.segments[rows[row][0]].path[0]
-
-    def draw(row: int, bars: frozenset[int]) -> None:
-        canvas = [" "] * size
-        for column in bars:
-            canvas[column * cell] = "│"
-        _draw_row(plan, rows[row], canvas, cell)
-        lines.append("".join(canvas) + "  " + _row_note(plan, rows[row]))
-        # Late branches first: the bars of the earlier ones then cross only blank columns.
-        below = sorted(hanging[row], key=lambda r: (-start(r), r))
-        for place, child in enumerate(below):
-            waiting = frozenset(start(r) for r in below[place + 1 :])
-            draw(child, bars | waiting)
-            if start(child) not in waiting:
-                _close(lines, start(child) * cell)
-
-    def _close(drawn: list[str], column: int) -> None:
-        for place in range(len(drawn) - 1, -1, -1):
-            if drawn[place][column] == "├":
-                drawn[place] = drawn[place][:column] + "└" + drawn[place][column + 1 :]
-                return
-
-    draw(0, frozenset())
-    header = "".join(str(i).ljust(cell) for i in range(plan.num_steps + 1)).rstrip()
-    return "\n".join(
-        [
-            f"{plan.num_steps} steps, initial noises for a prompt: {plan.root_width}"
-            "    ── Euler   ~~ stochastic   ×N: N samples for a prompt",
-            header,
-            *lines,
-            f"velocity evaluations for a prompt: {plan.velocity_evaluations}"
-            f" (nothing shared: {plan.naive_velocity_evaluations})",
-            f"decodes: {plan.decodes}   scores for each reward: {plan.scores}"
-            f"   transitions: {len(plan.transitions)}",
-        ]
-    )

@@ -6,8 +6,9 @@ prompts, branches, strides and probes and evaluated in batches of one size; ever
 Axes: P prompts, W samples of a prompt at a state, F fan-out of a transition, B rows in a batch, *D latent.
 """
 
+import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
@@ -15,7 +16,7 @@ from torch import Tensor
 
 from flowcredit import noise
 from flowcredit.interfaces import Conditioning, FlowModel
-from flowcredit.plan import Node, Plan
+from flowcredit.plan import Plan, Segment
 from flowcredit.time_grid import check_grid
 from flowcredit.transition import Kernel, euler
 
@@ -29,6 +30,10 @@ class NoiseSource(Protocol):
 
     def step(self, segment: int, width: int) -> Tensor:
         """[P, width, *D] standard normal noise of a stochastic segment."""
+        ...
+
+    def common(self, segment: int | None, width: int) -> Tensor:
+        """[P, width, *D]: the part of their noise that siblings share; None: that of the initial states."""
         ...
 
 
@@ -45,14 +50,21 @@ class KeyedNoise:
     prompt_indices: Sequence[int]
 
     def initial(self, width: int) -> Tensor:
-        return torch.stack([self._initial(index, width) for index in self.prompt_indices])
+        return self._initial("initial", width)
 
-    def _initial(self, index: int, width: int) -> Tensor:
-        keyed = noise.generator(self.seed, self.iteration, index, "initial")
-        return self.model.initial_noise(width, keyed)
+    def _initial(self, role: str, width: int) -> Tensor:
+        keyed = [noise.generator(self.seed, self.iteration, index, role) for index in self.prompt_indices]
+        return torch.stack([self.model.initial_noise(width, each) for each in keyed])
+
+    def common(self, segment: int | None, width: int) -> Tensor:
+        if segment is None:
+            return self._initial("common", width)
+        return self._drawn(f"common/{segment}", width)
 
     def step(self, segment: int, width: int) -> Tensor:
-        role = f"segment/{segment}"
+        return self._drawn(f"segment/{segment}", width)
+
+    def _drawn(self, role: str, width: int) -> Tensor:
         keyed = [noise.generator(self.seed, self.iteration, index, role) for index in self.prompt_indices]
         # One sample has the shape of an initial state; drawing it costs nothing beside a velocity.
         shape = self.model.initial_noise(1, torch.Generator()).shape[1:]
@@ -63,7 +75,8 @@ class KeyedNoise:
 class Transition:
     """What training needs of a stochastic step: one ``x`` for the whole fan-out below it.
 
-    ``x`` [P, W, *D], ``x_next`` [P, W, F, *D] as stored, ``log_prob`` [P, W, F] float32 of ``x_next``.
+    ``x`` and its velocity ``v`` [P, W, *D], ``x_next`` [P, W, F, *D] as stored, ``log_prob`` [P, W, F]
+    float32 of ``x_next``.
     """
 
     segment: int
@@ -72,6 +85,7 @@ class Transition:
     sigma: float
     sigma_next: float
     x: Tensor
+    v: Tensor
     x_next: Tensor
     log_prob: Tensor
 
@@ -81,12 +95,14 @@ class Rollout:
     """Transitions in the order of the grid; leaves by scored segment, [P, W, *D].
 
     Segments that end in the same leaf hold the same tensor. ``velocity_evaluations`` counts the rows that
-    the model was given, over all prompts.
+    the model was given, over all prompts. ``recorded`` holds the start and the end state, [P, W, *D] each, of
+    every segment that asks for it.
     """
 
     transitions: tuple[Transition, ...]
     leaves: dict[int, Tensor]
     velocity_evaluations: int
+    recorded: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
 
 
 def rows_of(cond: Conditioning, rows: Tensor) -> Conditioning:
@@ -162,10 +178,12 @@ def rollout(
         raise ValueError(f"the rollout batch size is {batch_size}: expected 1 or more")
     prompts = _count_prompts(cond)
     velocities = _Velocities(model, cond, batch_size, progress)
-    segment_of = {plan.segment_end[i]: i for i in plan.transitions}
-    initial = noise_source.initial(plan.root_width).to(model.device)
+    segment_of = {plan.segment_end[i]: (i, plan.segments[i]) for i in plan.transitions}
+    initial = _initial(plan, noise_source).to(model.device)
     assert initial.shape[:2] == (prompts, plan.root_width), "noise source and conditioning disagree"
     states: dict[int, Tensor] = {0: initial}
+    asked = {plan.segment_nodes[i]: i for i, each in enumerate(plan.segments) if each.recorded}
+    recorded: dict[int, tuple[Tensor, Tensor]] = {}
     transitions = []
     for k in range(plan.num_steps):
         here = [n for n, node in enumerate(plan.nodes) if node.index == k and plan.children[n]]
@@ -175,34 +193,52 @@ def rollout(
             for child in plan.children[n]:
                 node = plan.nodes[child]
                 if node.stochastic:
-                    step = _draw(
-                        states[n], v, k, node, segment_of[child], sigmas, kernel, noise_source, storage_dtype
-                    )
+                    number, segment = segment_of[child]
+                    drawn = _noise(noise_source, number, segment, states[n].shape[1])
+                    step = _step(states[n], v, number, segment, sigmas, kernel, drawn, storage_dtype)
                     transitions.append(step)
                     states[child] = step.x_next.flatten(1, 2).to(initial.dtype)
                 else:
                     states[child] = euler(states[n], v, sigmas[k], sigmas[node.index])
+                    if (n, child) in asked:
+                        recorded[asked[n, child]] = (states[n], states[child])
             del states[n]
     leaves = {i: states[plan.segment_end[i]] for i in plan.scored}
-    return Rollout(tuple(transitions), leaves, velocities.rows)
+    return Rollout(tuple(transitions), leaves, velocities.rows, recorded)
 
 
-def _draw(
+def _initial(plan: Plan, noise_source: NoiseSource) -> Tensor:
+    own = noise_source.initial(plan.root_width)
+    return _correlated(own, plan.root_correlation, lambda: noise_source.common(None, 1))
+
+
+def _noise(noise_source: NoiseSource, number: int, segment: Segment, width: int) -> Tensor:
+    """[P, W, F, *D] standard normal noise of a stochastic segment below W states."""
+    own = noise_source.step(number, width * segment.fan_out).unflatten(1, (width, segment.fan_out))
+    return _correlated(own, segment.correlation, lambda: noise_source.common(number, width).unsqueeze(2))
+
+
+def _correlated(own: Tensor, correlation: float, common: Callable[[], Tensor]) -> Tensor:
+    """Standard normal noises of siblings that have ``common`` noise in them."""
+    if correlation == 0:
+        return own
+    return math.sqrt(1 - correlation) * own + math.sqrt(correlation) * common()
+
+
+def _step(
     x: Tensor,
     v: Tensor,
-    k: int,
-    node: Node,
-    segment: int,
+    number: int,
+    segment: Segment,
     sigmas: Sequence[float],
     kernel: Kernel,
-    noise_source: NoiseSource,
+    drawn: Tensor,
     storage_dtype: torch.dtype | None,
 ) -> Transition:
-    step = kernel(x.unsqueeze(2), v.unsqueeze(2), k, node.index)
-    drawn = noise_source.step(segment, node.width).to(x.device)
-    drawn = drawn.unflatten(1, (x.shape[1], node.fan_out))
-    x_next = step.draw(drawn)
+    k, k_next = segment.path
+    step = kernel(x.unsqueeze(2), v.unsqueeze(2), k, k_next)
+    x_next = step.draw(drawn.to(x.device))
     if storage_dtype is not None:
         x_next = x_next.to(storage_dtype)
     log_prob = step.log_prob(x_next, batch_dims=3)
-    return Transition(segment, k, node.index, sigmas[k], sigmas[node.index], x, x_next, log_prob)
+    return Transition(number, k, k_next, sigmas[k], sigmas[k_next], x, v, x_next, log_prob)

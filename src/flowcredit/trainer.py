@@ -2,7 +2,7 @@
 
 import signal
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -12,7 +12,6 @@ import torch
 from rich.console import Console
 from torch import Tensor
 
-from flowcredit.advantages import credit_steps
 from flowcredit.assembly import Setup, assemble, build_grid
 from flowcredit.checkpoint import Checkpoint, optimizer_tensors, restore_optimizer, save_checkpoint
 from flowcredit.comparison import alarms, evaluation_table, format_summary, summarise
@@ -21,15 +20,14 @@ from flowcredit.console import Monitor
 from flowcredit.errors import InputError
 from flowcredit.evaluate import evaluate
 from flowcredit.evaluation_files import load_evaluation, save_evaluation
+from flowcredit.experience import Experience, collect
 from flowcredit.export import export_weights
-from flowcredit.interfaces import Conditioning
 from flowcredit.introduction import introduce
 from flowcredit.model_card import write_model_card
 from flowcredit.prompts import iteration_prompts
 from flowcredit.resuming import read_back
-from flowcredit.rollout import KeyedNoise, Rollout, rollout
 from flowcredit.run_folder import RunFolder
-from flowcredit.scoring import RewardError, ScoreCounts, score_leaves
+from flowcredit.scoring import RewardError
 from flowcredit.training_log import Record, iteration_line, iteration_record
 from flowcredit.update import UpdateMetrics, learning_rate, update_policy
 from flowcredit.weights import EMA, fingerprints, trainable_parameters
@@ -189,59 +187,28 @@ def _iterate(setup: Setup, progress: Progress, monitor: Monitor, check: Callable
     """One iteration; returns its log record. Weights change only after everything else is done."""
     began = time.monotonic()
     recipe, iteration = setup.recipe, progress.iteration
-    chosen = iteration_prompts(
-        len(setup.train_prompts), recipe.seed, iteration, recipe.train.prompts_per_iteration
-    )
+    count = recipe.train.prompts_per_iteration
+    chosen = iteration_prompts(len(setup.train_prompts), recipe.seed, iteration, count)
     prompts = setup.train_prompts.take(chosen)
-    cond = setup.model.encode(prompts.prompts)
-    ran = _roll_out(setup, cond, iteration, monitor, check)
-    monitor.stage("scoring", setup.algorithm.plan.decodes * len(prompts))
-    scores, counts = score_leaves(
-        setup.model,
-        ran.leaves,
-        prompts.prompts,
-        prompts.columns,
-        setup.rewards,
-        batch_size=recipe.scoring.batch_size,
-        on_error=recipe.scoring.on_error,
-        timeout_s=recipe.scoring.timeout_s,
-        progress=_advancing(monitor, check),
-    )
+    found = collect(setup, prompts, range(count), iteration, _Listening(monitor, check))
     check()
-    for name, reason in counts.reasons.items():
+    for name, reason in found.counts.reasons.items():
         monitor.say(
-            f"reward {name} failed on {counts.failed[name]} images, which are skipped; the first said:"
+            f"reward {name} failed on {found.counts.failed[name]} images, which are skipped; the first said:"
             f" {reason}"
         )
-    credit = setup.algorithm.credit
-    advantages = credit_steps(
-        setup.algorithm.plan,
-        scores,
-        setup.reward_weights,
-        credit.rule,
-        credit.combine,
-        credit.clamp,
-        recipe.train.reward_weights_on,
-    )
     monitor.stage("updating", 1)
     rate = learning_rate(recipe.train, iteration)
-    metrics = _update(setup, progress, rate, cond, ran, advantages)
+    metrics = _update(setup, progress, rate, found)
     progress.iteration += 1
-    _count(progress, ran, counts, time.monotonic() - began)
+    _count(progress, found, time.monotonic() - began)
     record: Record = {"iteration": progress.iteration, "learning_rate": rate, "prompts": len(prompts)}
-    record |= iteration_record(tuple(setup.rewards), scores, counts, advantages, metrics)
+    record |= iteration_record(tuple(setup.rewards), found.scores, found.counts, found.advantages, metrics)
     return record | progress.totals
 
 
-def _update(
-    setup: Setup,
-    progress: Progress,
-    rate: float,
-    cond: Conditioning,
-    ran: Rollout,
-    advantages: Mapping[int, Tensor],
-) -> UpdateMetrics:
-    """Train on a rollout. Raises InputError where the run's first update moves nothing."""
+def _update(setup: Setup, progress: Progress, rate: float, found: Experience) -> UpdateMetrics:
+    """Train on an experience. Raises InputError where the run's first update moves nothing."""
     for group in progress.optimizer.param_groups:
         group["lr"] = rate
 
@@ -249,14 +216,12 @@ def _update(
         if progress.ema is not None:
             progress.ema.update(setup.model.network)
 
-    first = progress.iteration == 0 and any(bool(each.any()) for each in advantages.values())
+    first = progress.iteration == 0 and found.teaches
     before = fingerprints(progress.parameters) if first else {}
     metrics = update_policy(
         setup.model,
-        cond,
-        setup.kernel,
-        [step for step in ran.transitions if setup.algorithm.plan.segments[step.segment].trained],
-        advantages,
+        found.cond,
+        found.sets,
         progress.optimizer,
         setup.recipe.train,
         after_step,
@@ -265,39 +230,31 @@ def _update(
     if first and fingerprints(progress.parameters) == before:
         raise InputError(
             "the first update moved no trained weight, though advantages were not all 0: the gradient does"
-            f" not reach them (its norm was {metrics.grad_norm:g}); look at weights.targets and"
+            f" not reach them (its norm was {metrics['grad_norm']:g}); look at weights.targets and"
             " train.learning_rate"
         )
     return metrics
 
 
-def _roll_out(
-    setup: Setup, cond: Conditioning, iteration: int, monitor: Monitor, check: Callable[[], None]
-) -> Rollout:
-    recipe, plan = setup.recipe, setup.algorithm.plan
-    count = recipe.train.prompts_per_iteration
-    monitor.stage("rolling out", plan.velocity_evaluations * count)
-    advance = _advancing(monitor, check)
-    source = KeyedNoise(setup.model, recipe.seed, iteration, range(count))
-    return rollout(
-        setup.model, plan, cond, setup.grid, setup.kernel, source, recipe.rollout.batch_size, progress=advance
-    )
-
-
-def _advancing(monitor: Monitor, check: Callable[[], None]) -> Callable[[int], None]:
+@dataclass(frozen=True)
+class _Listening:
     """Moves the bar of the stage, and is where a first Ctrl-C takes effect."""
 
-    def advance(units: int) -> None:
-        check()
-        monitor.advance(units)
+    monitor: Monitor
+    check: Callable[[], None]
 
-    return advance
+    def stage(self, name: str, total: int) -> None:
+        self.monitor.stage(name, total)
+
+    def advance(self, units: int) -> None:
+        self.check()
+        self.monitor.advance(units)
 
 
-def _count(progress: Progress, ran: Rollout, counts: ScoreCounts, seconds: float) -> None:
-    progress.totals["velocity_evaluations"] += ran.velocity_evaluations
-    progress.totals["decodes"] += counts.decodes
-    progress.totals["reward_calls"] += counts.reward_calls
+def _count(progress: Progress, found: Experience, seconds: float) -> None:
+    progress.totals["velocity_evaluations"] += found.velocity_evaluations
+    progress.totals["decodes"] += found.counts.decodes
+    progress.totals["reward_calls"] += found.counts.reward_calls
     progress.totals["seconds"] += seconds
 
 
@@ -325,7 +282,7 @@ def _evaluate_if_due(
             build_grid(recipe.grid, setup.model, steps),
             scoring=recipe.scoring,
             iteration=progress.iteration,
-            progress=_advancing(monitor, check),
+            progress=_Listening(monitor, check).advance,
         )
     result = replace(result, seconds=time.monotonic() - began)
     save_evaluation(result, folder.path)

@@ -5,7 +5,6 @@ Axes: R rewards, P prompts, W samples of a prompt at a leaf.
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
 
 import torch
 from torch import Tensor
@@ -40,7 +39,7 @@ def iteration_record(
         record[f"failed/{name}"] = counts.failed.get(name, 0)
     groups = torch.cat([(each == 0).all(-1) for each in advantages.values()])
     record["dead_groups"] = _number(groups.float().mean())
-    return record | {name: value for name, value in asdict(metrics).items() if value is not None}
+    return record | metrics
 
 
 def iteration_line(rewards: Sequence[str], record: Record) -> str:
@@ -49,10 +48,13 @@ def iteration_line(rewards: Sequence[str], record: Record) -> str:
     shown = "  ".join(
         f"{name} {'no score' if mean is None else format(mean, '.4f')}" for name, mean in means.items()
     )
-    return (
-        f"{shown}  ratio off by {record['on_policy_deviation']:.0e} before the update, at most"
-        f" {record['ratio_max_deviation']:.0e} in it  gradient {record['grad_norm']:.3f}"
-    )
+    ratio = ""
+    if "on_policy_deviation" in record:
+        ratio = (
+            f"  ratio off by {record['on_policy_deviation']:.0e} before the update, at most"
+            f" {record['ratio_max_deviation']:.0e} in it"
+        )
+    return f"{shown}{ratio}  gradient {record['grad_norm']:.3f}"
 
 
 def _number(value: Tensor) -> float | None:

@@ -1,15 +1,11 @@
-"""One policy update: transitions and their advantages to optimizer steps.
+"""One policy update: sets of states and their losses to optimizer steps.
 
-Every distinct state of a transition is evaluated once, with gradient, and serves its whole fan-out.
-
-Axes: P prompts, W samples of a prompt at a state, F fan-out, N = P W rows of a transition, B rows in a
-forward pass, *D latent dimensions.
+Axes: P prompts, B rows in a forward pass, S states of a row, *D latent dimensions.
 """
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -17,66 +13,18 @@ from torch import Tensor
 from flowcredit.config import TrainSettings
 from flowcredit.errors import InputError
 from flowcredit.interfaces import Conditioning, FlowModel
-from flowcredit.policy_loss import LossMetrics, clipped_loss
-from flowcredit.rollout import Transition, rows_of
-from flowcredit.transition import Kernel
+from flowcredit.objectives import Metrics, TrainingSet
+from flowcredit.rollout import rows_of
 
 Reference = Callable[[], AbstractContextManager[None]]
 """Turns the model into the reference policy while entered."""
 
+UpdateMetrics = dict[str, float]
+"""What the objective told, over all entries of the update; ``loss``; ``grad_norm``, the mean norm before
+clipping; and, where there is a ratio, ``on_policy_deviation``, the largest ``|ratio - 1|`` before the first
+optimizer step. ``kl_reference`` is the KL divergence of the steps from the reference policy's."""
 
-@dataclass(frozen=True)
-class UpdateMetrics:
-    """Means over all entries of the update; ``on_policy_deviation`` is the largest ``|ratio - 1|`` before
-    the first optimizer step, ``grad_norm`` the mean norm before clipping. ``kl_reference`` is the KL
-    divergence of the steps from the reference policy's, a mean over dimensions; None where none is asked for.
-    """
-
-    loss: float
-    grad_norm: float
-    on_policy_deviation: float
-    ratio_mean: float
-    ratio_max_deviation: float
-    clip_fraction_low: float
-    clip_fraction_high: float
-    approx_kl: float
-    kl_reference: float | None = None
-
-
-@dataclass(frozen=True)
-class _Rows:
-    """A transition: ``x`` [N, *D], ``x_next`` [N, F, *D], ``log_prob`` and ``advantages`` [N, F].
-
-    ``v_reference`` [N, *D] are the reference policy's velocities, where there is a KL.
-    """
-
-    k: int
-    k_next: int
-    sigma: float
-    x: Tensor
-    x_next: Tensor
-    log_prob: Tensor
-    advantages: Tensor
-    prompts: Tensor
-    v_reference: Tensor | None = None
-
-    def part(self, first: int, last: int) -> "_Rows":
-        cut = slice(first, last)
-        return _Rows(
-            self.k,
-            self.k_next,
-            self.sigma,
-            self.x[cut],
-            self.x_next[cut],
-            self.log_prob[cut],
-            self.advantages[cut],
-            self.prompts[cut],
-            None if self.v_reference is None else self.v_reference[cut],
-        )
-
-    @property
-    def entries(self) -> int:
-        return self.advantages.numel()
+RATIO = "ratio_max_deviation"
 
 
 def learning_rate(settings: TrainSettings, iteration: int) -> float:
@@ -94,42 +42,34 @@ def learning_rate(settings: TrainSettings, iteration: int) -> float:
 def update_policy(
     model: FlowModel,
     cond: Conditioning,
-    kernel: Kernel,
-    transitions: Sequence[Transition],
-    advantages: Mapping[int, Tensor],
+    sets: Sequence[TrainingSet],
     optimizer: torch.optim.Optimizer,
     settings: TrainSettings,
     after_step: Callable[[], None],
     reference: Reference | None = None,
 ) -> UpdateMetrics:
-    """Train on a rollout: one optimizer step for each transition ("per_step") or one for all ("accumulated").
+    """Train on what a rollout gave: one optimizer step for each set ("per_step") or one for all
+    ("accumulated").
 
-    ``advantages`` maps each transition's segment to [P, W F]. The loss is the mean over prompts, branches and
-    the transitions of an optimizer step. ``after_step`` is called after each. ``reference`` turns the model
-    into the policy from which ``settings.kl_weight`` keeps it. Raises InputError where the gradient is not
-    finite, and, in float32, where the ratio strays from 1 before the first step.
+    The loss is the mean over the entries of the sets of an optimizer step. ``after_step`` is called after
+    each. ``reference`` turns the model into the policy that a KL or a preference is measured from. Raises
+    InputError where the gradient is not finite, and, in float32, where the ratio strays from 1 before the
+    first step.
     """
-    sets = [_rows(transition, advantages[transition.segment]) for transition in transitions]
-    if reference is not None:
-        with reference():
-            sets = [_with_reference(model, cond, rows, settings.micro_batch_size) for rows in sets]
-    steps = [[rows] for rows in sets] if settings.update == "per_step" else [sets]
-    weights: list[int] = []
-    metrics: list[LossMetrics] = []
-    divergences: list[float] = []
+    sets = [_with_reference(model, cond, each, settings.micro_batch_size, reference) for each in sets]
+    steps = [[each] for each in sets] if settings.update == "per_step" else [list(sets)]
+    seen: list[tuple[int, Metrics]] = []
     norms, losses, on_policy = [], [], math.nan
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    for number, rows in enumerate(steps):
-        total = sum(each.entries for each in rows)
-        for chunk in _chunks(rows, settings.micro_batch_size):
-            loss, seen, divergence = _chunk_loss(model, cond, kernel, chunk, total, settings)
+    for number, together in enumerate(steps):
+        total = sum(each.entries for each in together)
+        for chunk in _chunks(together, settings.micro_batch_size):
+            loss, metrics = _chunk_loss(model, cond, chunk, total)
             loss.backward()
             losses.append(loss.item() * total)
-            divergences += divergence
-            weights += [piece.entries for piece in chunk]
-            metrics += seen
-        if number == 0:
-            on_policy = max(each.ratio_max_deviation for each in metrics)
+            seen += metrics
+        if number == 0 and all(RATIO in each for _, each in seen):
+            on_policy = max(each[RATIO] for _, each in seen)
             _check_ratio(on_policy, settings)
         norm = float(torch.nn.utils.clip_grad_norm_(parameters, settings.max_grad_norm))
         if not math.isfinite(norm):
@@ -141,38 +81,40 @@ def update_policy(
         optimizer.zero_grad(set_to_none=True)
         after_step()
         norms.append(norm)
-    return _summary(metrics, weights, losses, norms, on_policy, divergences)
-
-
-def _rows(transition: Transition, advantages: Tensor) -> _Rows:
-    prompts, width, fan_out = transition.log_prob.shape
-    assert advantages.shape == (prompts, width * fan_out), "advantages do not match the transition"
-    device = transition.x.device
-    return _Rows(
-        transition.k,
-        transition.k_next,
-        transition.sigma,
-        transition.x.flatten(0, 1),
-        transition.x_next.flatten(0, 1),
-        transition.log_prob.flatten(0, 1),
-        advantages.to(device).unflatten(1, (width, fan_out)).flatten(0, 1),
-        torch.arange(prompts, device=device).repeat_interleave(width),
-    )
+    found = _gathered(seen)
+    if not math.isnan(on_policy):
+        found["on_policy_deviation"] = on_policy
+    return {"loss": sum(losses) / sum(n for n, _ in seen), "grad_norm": sum(norms) / len(norms), **found}
 
 
 @torch.no_grad()
-def _with_reference(model: FlowModel, cond: Conditioning, rows: _Rows, size: int) -> _Rows:
-    parts = []
-    for first in range(0, len(rows.x), size):
-        part = rows.part(first, first + size)
-        at = part.x.new_full((len(part.x),), part.sigma)
-        parts.append(model.velocity(part.x, at, rows_of(cond, part.prompts)))
-    return replace(rows, v_reference=torch.cat(parts))
+def _with_reference(
+    model: FlowModel, cond: Conditioning, rows: TrainingSet, size: int, reference: Reference | None
+) -> TrainingSet:
+    if not rows.needs_reference:
+        return rows
+    assert reference is not None, "an objective that needs a reference was given none"
+    with reference():
+        parts = [
+            _velocities(model, cond, [rows.part(first, first + size)])[0]
+            for first in range(0, len(rows.x), size)
+        ]
+    return rows.with_reference(torch.cat(parts))
 
 
-def _chunks(sets: Sequence[_Rows], size: int) -> Iterator[list[_Rows]]:
-    """Rows in order, ``size`` to a chunk, across the bounds of transitions."""
-    chunk: list[_Rows] = []
+def _velocities(model: FlowModel, cond: Conditioning, chunk: Sequence[TrainingSet]) -> list[Tensor]:
+    """Velocities of every set of the chunk in one evaluation, each [N, S, *D]."""
+    x = torch.cat([rows.x.flatten(0, 1) for rows in chunk])
+    sigma = torch.cat([rows.sigma.repeat_interleave(rows.x.shape[1]) for rows in chunk])
+    prompts = torch.cat([rows.prompts.repeat_interleave(rows.x.shape[1]) for rows in chunk])
+    v = model.velocity(x, sigma, rows_of(cond, prompts))
+    parts = v.split([rows.x.shape[0] * rows.x.shape[1] for rows in chunk])
+    return [part.unflatten(0, rows.x.shape[:2]) for part, rows in zip(parts, chunk, strict=True)]
+
+
+def _chunks(sets: Sequence[TrainingSet], size: int) -> Iterator[list[TrainingSet]]:
+    """Rows in order, ``size`` to a chunk, across the bounds of sets."""
+    chunk: list[TrainingSet] = []
     room = size
     for rows in sets:
         first, count = 0, len(rows.x)
@@ -189,31 +131,15 @@ def _chunks(sets: Sequence[_Rows], size: int) -> Iterator[list[_Rows]]:
 
 
 def _chunk_loss(
-    model: FlowModel,
-    cond: Conditioning,
-    kernel: Kernel,
-    chunk: Sequence[_Rows],
-    total: int,
-    settings: TrainSettings,
-) -> tuple[Tensor, list[LossMetrics], list[float]]:
-    """The chunk's share of a mean over ``total`` entries, metrics and KL divergences of its pieces."""
-    x = torch.cat([rows.x for rows in chunk])
-    sigma = torch.cat([rows.x.new_full((len(rows.x),), rows.sigma) for rows in chunk])
-    prompts = torch.cat([rows.prompts for rows in chunk])
-    velocities = model.velocity(x, sigma, rows_of(cond, prompts)).split([len(rows.x) for rows in chunk])
-    shares, seen, divergences = [], [], []
-    for rows, v in zip(chunk, velocities, strict=True):
-        step = kernel(rows.x.unsqueeze(1), v.unsqueeze(1), rows.k, rows.k_next)
-        new = step.log_prob(rows.x_next, batch_dims=2)
-        loss, metrics = clipped_loss(new, rows.log_prob, rows.advantages, settings.clip_range)
-        if rows.v_reference is not None:
-            reference = kernel(rows.x.unsqueeze(1), rows.v_reference.unsqueeze(1), rows.k, rows.k_next)
-            divergence = step.kl_from(reference, batch_dims=2).mean()
-            loss = loss + settings.kl_weight * divergence
-            divergences.append(divergence.item())
+    model: FlowModel, cond: Conditioning, chunk: Sequence[TrainingSet], total: int
+) -> tuple[Tensor, list[tuple[int, Metrics]]]:
+    """The chunk's share of a mean over ``total`` entries; entries and metrics of its pieces."""
+    shares, seen = [], []
+    for rows, v in zip(chunk, _velocities(model, cond, chunk), strict=True):
+        loss, metrics = rows.loss(v)
         shares.append(loss * (rows.entries / total))
-        seen.append(metrics)
-    return torch.stack(shares).sum(), seen, divergences
+        seen.append((rows.entries, metrics))
+    return torch.stack(shares).sum(), seen
 
 
 def _check_ratio(deviation: float, settings: TrainSettings) -> None:
@@ -225,27 +151,14 @@ def _check_ratio(deviation: float, settings: TrainSettings) -> None:
         )
 
 
-def _summary(
-    metrics: Sequence[LossMetrics],
-    weights: Sequence[int],
-    losses: Sequence[float],
-    norms: Sequence[float],
-    on_policy: float,
-    divergences: Sequence[float],
-) -> UpdateMetrics:
-    total = sum(weights)
-
-    def mean(values: Sequence[float]) -> float:
-        return sum(w * v for w, v in zip(weights, values, strict=True)) / total
-
-    return UpdateMetrics(
-        loss=sum(losses) / total,
-        grad_norm=sum(norms) / len(norms),
-        on_policy_deviation=on_policy,
-        ratio_mean=mean([m.ratio_mean for m in metrics]),
-        ratio_max_deviation=max(m.ratio_max_deviation for m in metrics),
-        clip_fraction_low=mean([m.clip_fraction_low for m in metrics]),
-        clip_fraction_high=mean([m.clip_fraction_high for m in metrics]),
-        approx_kl=mean([m.approx_kl for m in metrics]),
-        kl_reference=mean(divergences) if divergences else None,
-    )
+def _gathered(seen: Sequence[tuple[int, Metrics]]) -> dict[str, float]:
+    """Means weighted by entries, and maxima, of metrics that every piece tells."""
+    found = {}
+    for name in seen[0][1]:
+        values = [metrics[name] for _, metrics in seen]
+        if name.endswith("max_deviation"):
+            found[name] = max(values)
+        else:
+            weights = [entries for entries, _ in seen]
+            found[name] = sum(w * v for w, v in zip(weights, values, strict=True)) / sum(weights)
+    return found
