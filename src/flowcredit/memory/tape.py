@@ -210,7 +210,8 @@ class Tape:
             return self._record(self.new(x.shape, wide.width), [wide], [wide.block, scale], weights)
         wide = self.cast(x, FLOAT)
         out = self._record(self.new(x.shape, FLOAT), [wide], [wide.block, scale])
-        return self.cast(self._record(self.new(x.shape, FLOAT), [out], [out.block], weights), x.width)
+        kept = [out.block] if self.full else []
+        return self.cast(self._record(self.new(x.shape, FLOAT), [out], kept, weights), x.width)
 
     def slow_rms_norm(self, x: Value, name: str) -> Value:
         """diffusers' own, written out: a float32 copy is squared, the product is float32."""
@@ -252,6 +253,17 @@ class Tape:
         both = self._record(self.new(x.shape, FLOAT), [x, turned])
         del first, second
         return self.cast(both, x.width)
+
+    def complex_rotary(self, x: Value) -> Value:
+        """Of complex numbers: a product in float32, and back."""
+        wide = self.cast(x, FLOAT)
+        turned = self._record(self.new(x.shape, FLOAT), [wide])
+        return self.cast(turned, x.width)
+
+    def larger_image(self, x: Value) -> Value:
+        """[B, C, h, w] to twice the height and width."""
+        rows, channels, height, width = x.shape
+        return self._record(self.new((rows, channels, 2 * height, 2 * width), x.width), [x])
 
     def attention(self, q: Value, k: Value, v: Value) -> Value:
         """[B, T, heads, D] to the same."""
