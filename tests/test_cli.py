@@ -269,7 +269,7 @@ def test_report_prints_where_the_page_is(run: Run, stub: Any) -> None:
 
 def _costs(out: str) -> dict[str, list[int]]:
     """The numbers of the table under the picture, by the row's name."""
-    table = out.split("\ncost ")[1].splitlines()[1:]
+    table = out.split("\ncost ")[1].split("\n\n")[0].splitlines()[1:]
     rows = [row.strip().rsplit(maxsplit=2) for row in table]
     return {name.strip(): [int(a.replace(",", "")), int(b.replace(",", ""))] for name, a, b in rows}
 

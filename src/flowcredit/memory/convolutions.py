@@ -78,7 +78,9 @@ def _attention(tape: Tape, name: str, x: Value, groups: int) -> Value:
     rows, width, height, across = x.shape
     hidden = tape.view(x, (rows, height * across, width))
     hidden = tape.norm(hidden, f"{name}.group_norm", width, rows * groups)
-    q, k, v = (per_head(tape, tape.linear(hidden, f"{name}.{w}", width), width) for w in ("to_q", "to_k", "to_v"))
+    q, k, v = (
+        per_head(tape, tape.linear(hidden, f"{name}.{w}", width), width) for w in ("to_q", "to_k", "to_v")
+    )
     out = tape.linear(whole(tape, tape.attention(q, k, v)), f"{name}.to_out.0", width)
     out = tape.view(tape.copy(out), x.shape)
     out = tape.add(out, x)

@@ -107,5 +107,7 @@ def _qwen(config: Config) -> int:
     seeing, middle, merged = vision["hidden_size"], vision["intermediate_size"], 4 * vision["hidden_size"]
     sight = 4 * seeing * seeing + 4 * seeing + 3 * seeing * middle + 2 * middle + seeing + 2 * seeing
     patch = 3 * 2 * vision["patch_size"] ** 2 * seeing
-    merger = seeing + merged * merged + merged + merged * vision["out_hidden_size"] + vision["out_hidden_size"]
+    merger = (
+        seeing + merged * merged + merged + merged * vision["out_hidden_size"] + vision["out_hidden_size"]
+    )
     return words + text["num_hidden_layers"] * layer + width + vision["depth"] * sight + patch + merger

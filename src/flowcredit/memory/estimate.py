@@ -1,19 +1,26 @@
 """Parameters and memory of a run, by part and by phase, before anything is loaded.
 
-Counted are tensors. A process takes more: the device's own context, what its allocator keeps between uses, the
-workspaces of convolutions and matrix products. Not counted are the passes of text encoders and rewards.
+Counted are tensors. A process takes more: the device's own context, what its allocator keeps between uses,
+the workspaces of convolutions and matrix products. Not counted are the passes of text encoders and rewards.
 """
 
 from collections.abc import Collection
 from dataclasses import dataclass, field
 from functools import partial
+from math import prod
 from pathlib import Path
 
 from flowcredit.config import Recipe, WatchedReward
 from flowcredit.errors import InputError
 from flowcredit.memory.activations import Passes, decoding, image_bytes
 from flowcredit.memory.families import FAMILIES, inputs_of, network_of, rows_per_evaluation
-from flowcredit.memory.folders import Pipeline, published_pipeline, published_reward, read_pipeline, read_shapes
+from flowcredit.memory.folders import (
+    Pipeline,
+    published_pipeline,
+    published_reward,
+    read_pipeline,
+    read_shapes,
+)
 from flowcredit.memory.tape import FLOAT
 from flowcredit.plan import Plan
 from flowcredit.shapes import bundled_path
@@ -36,11 +43,12 @@ class Part:
 class Estimate:
     """``trained`` and ``parameters`` count numbers, ``parts`` and ``phases`` bytes.
 
-    A phase holds the parts that stay and its own; ``peak`` is the largest phase. ``source``: the folder, or the
-    published config in its place. ``rows``: the network's rows for each velocity evaluation.
+    A phase holds the parts that stay and its own; ``peak`` is the largest phase. ``published`` names the
+    model whose published config stands in for a folder that is not there. ``rows``: the network's rows for
+    each velocity evaluation.
     """
 
-    source: str
+    published: str | None
     parameters: dict[str, int | None]
     trained: int | None
     rows: int
@@ -67,8 +75,8 @@ def find_pipeline(recipe: Recipe) -> Pipeline | None:
 def estimate(recipe: Recipe, plan: Plan, offloaded: Collection[str] = ()) -> Estimate | None:
     """Parameters and memory of a recipe; None where neither folder nor a published config tells.
 
-    ``offloaded`` names parts that stand elsewhere while the network works: names of parts in the table, such as
-    "text encoders" or "reward hps". The largest of them comes back for a phase of its own.
+    ``offloaded`` names parts that stand elsewhere while the network works, as the table does, such as "text
+    encoders" or "reward hps": the encoders come back to read prompts, rewards one at a time to score.
     Raises InputError for files that cannot be read.
     """
     pipeline = find_pipeline(recipe)
@@ -126,7 +134,7 @@ class _Reckoning:
             layers = [
                 shape
                 for name, shape in shapes.items()
-                if len(shape) == 2 and name.endswith(".weight") and _ends_in(self.targets, name[: -len(".weight")])
+                if len(shape) == 2 and _ends_in(self.targets, name.removesuffix(".weight"))
             ]
         elif self.passes is not None:
             layers = [s for name, s in self.passes.linear_layers().items() if _ends_in(self.targets, name)]
@@ -152,10 +160,11 @@ class _Reckoning:
         if self.passes is not None and self.trained is not None:
             phases = {name: resident + size for name, size in self._phases(passing).items()}
             if away:
-                phases["scoring"] += max((s for n, s in away.items() if n.startswith("reward")), default=0)
+                for name in phases.keys() & {"scoring", "evaluation"}:
+                    phases[name] += max((s for n, s in away.items() if n.startswith("reward")), default=0)
                 phases["text encoding"] = resident + away.get("text encoders", 0)
         return Estimate(
-            self.pipeline.published or str(self.recipe.model.path),
+            self.pipeline.published,
             {name: part.count for name, part in self.pipeline.parts.items() if part.kind not in _UNCOUNTED},
             self.trained,
             self.rows,
@@ -188,14 +197,17 @@ class _Reckoning:
         """What some phases take and give back, by a short name of its own."""
         recipe, model = self.recipe, self.recipe.model
         images = min(recipe.scoring.batch_size, self.plan.decodes * self.prompts)
-        decoded = decoding(
-            self.pipeline.parts["vae"], self.inputs, min(model.decode_batch_size, images), self.width, self.gpu
+        at_once = min(model.decode_batch_size, images)
+        decoded = decoding(self.pipeline.parts["vae"], self.inputs, at_once, self.width, self.gpu)
+        # Images decoded so far, their copy in one piece or for a reward, and those of the batch before.
+        copies = 3 if self.plan.decodes * self.prompts > images else 2
+        decode = (
+            None if decoded is None else decoded + copies * image_bytes(images, model.height, model.width)
         )
-        decode = None if decoded is None else decoded + 2 * image_bytes(images, model.height, model.width)
         found = {
             "gradients": Part("gradients", _times(self.trained, FLOAT)),
             "latents": Part("latents and texts", self._latents()),
-            "decode": Part(f"decoding {min(model.decode_batch_size, images)} at once", decode),
+            "decode": Part(f"decoding {at_once} at once", decode),
         }
         if self.passes is None:
             found["rollout"] = Part("activations", None, f"not known for {self.component.kind}")
@@ -216,12 +228,14 @@ class _Reckoning:
         size = {name: part.size or 0 for name, part in passing.items()}
         assert self.passes is not None
         rows = self._training_rows
+        states = 3 * self._states_at_once * self.inputs.latent_count * FLOAT
         peak, _ = self.passes.training(rows * self.rows, self._accumulating)
         phases = {
-            "rollout": size["latents"] + size["rollout"],
-            "scoring": size["latents"] + size["decode"],
+            "rollout": size["latents"] + states + size["rollout"],
             "training": size["latents"] + max(peak + self._loss(rows), size["gradients"] + size["step"]),
         }
+        if passing["decode"].size is not None:
+            phases["scoring"] = size["latents"] + size["decode"]
         copy = _times(self.trained, FLOAT) or 0
         if self.recipe.train.kl_weight > 0 and self.full:
             phases["reference"] = size["latents"] + copy + self.passes.sampling(rows * self.rows)
@@ -258,16 +272,11 @@ class _Reckoning:
         return max(self._step_states) > self.recipe.train.micro_batch_size
 
     def _latents(self) -> int:
-        """Transitions and leaves of an iteration in float32, the states and velocities at one grid index, texts."""
+        """Transitions and leaves of an iteration, float32, and its texts."""
         plan = self.plan
-        kept = sum(
-            plan.width(i) + plan.width(i) // plan.segments[i].fan_out for i in plan.transitions
-        )
+        kept = sum(plan.width(i) + plan.width(i) // plan.segments[i].fan_out for i in plan.transitions)
         kept += plan.decodes
-        at = [0] * (plan.num_steps + 1)
-        for node in plan.nodes:
-            at[node.index] += node.width
-        states = self.prompts * (kept + 3 * max(at))
+        states = self.prompts * kept
         tokens, width = self.inputs.text
         texts = self.prompts * (tokens * width + self.inputs.pooled) * self.width
         return states * self.inputs.latent_count * FLOAT + texts
@@ -277,8 +286,16 @@ class _Reckoning:
         fan_out = max(self.plan.segments[i].fan_out for i in self.plan.transitions)
         return rows * (3 * fan_out + 6) * self.inputs.latent_count * FLOAT
 
+    @property
+    def _states_at_once(self) -> int:
+        """The most states at one grid index, of all prompts; three such tensors live beside what is kept."""
+        at = [0] * (self.plan.num_steps + 1)
+        for node in self.plan.nodes:
+            at[node.index] += node.width
+        return max(at) * self.prompts
+
     def _optimizer_step(self) -> int:
-        """Roots of second moments: on a GPU of all weights at once, on a CPU of one weight after the other."""
+        """Roots of second moments: on a GPU of all weights at once, on a CPU of one after the other."""
         if self.gpu:
             return _times(self.trained, FLOAT) or 0
         return 0
@@ -307,16 +324,11 @@ def _reward_part(reward: WatchedReward) -> Part:
     where = bundled_path(path)
     shapes = read_shapes(where) if where.is_dir() else None
     if shapes is not None:
-        count = 0
-        for shape in shapes.values():
-            size = 1
-            for side in shape:
-                size *= side
-            count += size
-        return Part(name, count * FLOAT)
-    if where.is_file():
-        return Part(name, where.stat().st_size, "the size of its file")
+        return Part(name, FLOAT * sum(prod(shape) for shape in shapes.values()))
     published = published_reward(where)
     if published is not None:
-        return Part(name, published * FLOAT, f"{where.name} is not there: by its published config")
+        note = "" if where.exists() else f"{where.name} is not there: by its published config"
+        return Part(name, FLOAT * published, note)
+    if where.is_file():
+        return Part(name, where.stat().st_size, "the size of its file")
     return Part(name, None, f"{where} is not there")

@@ -67,7 +67,8 @@ def inputs_of(pipeline: Pipeline, settings: ModelSettings) -> Inputs:
     """Shapes at a recipe's size; KeyError where a config lacks what its class always has."""
     config = pipeline.parts[FAMILIES[pipeline.kind].part].config
     vae = pipeline.parts["vae"].config
-    doublings = len(vae["temperal_downsample"]) if "temperal_downsample" in vae else len(vae["block_out_channels"]) - 1
+    of_videos = "temperal_downsample" in vae
+    doublings = len(vae["temperal_downsample"]) if of_videos else len(vae["block_out_channels"]) - 1
     height, width = settings.height // 2**doublings, settings.width // 2**doublings
     channels = config["in_channels"]
     if pipeline.kind in ("FluxPipeline", "QwenImagePipeline"):

@@ -1,6 +1,7 @@
 """What a pipeline's folder holds, from its JSON files and the headers of its weights: no tensor is read.
 
-The files are those that loading takes: ``model`` or ``diffusion_pytorch_model`` in safetensors, whole or in shards.
+The files are those that loading takes: ``model`` or ``diffusion_pytorch_model`` in safetensors, whole or in
+shards. Files of a variant, such as ``model.fp16.safetensors``, are not loaded, and so not read here.
 """
 
 import json
@@ -47,7 +48,7 @@ class Component:
 
 @dataclass(frozen=True)
 class Pipeline:
-    """A pipeline's class and parts; ``published`` names the model whose published config stands in for files."""
+    """A pipeline's class and parts; ``published`` names the model whose config stands in for files."""
 
     kind: str
     parts: Mapping[str, Component]
@@ -99,7 +100,9 @@ def read_shapes(folder: Path) -> dict[str, tuple[int, ...]] | None:
             shards = sorted(set(_read_json(index).get("weight_map", {}).values()))
             missing = [shard for shard in shards if not (folder / shard).is_file()]
             if missing:
-                raise InputError(f"{index}: names {missing[0]}, which is not there; download the folder whole")
+                raise InputError(
+                    f"{index}: names {missing[0]}, which is not there; download the folder whole"
+                )
             return {name: shape for shard in shards for name, shape in read_header(folder / shard).items()}
     return None
 

@@ -2,12 +2,13 @@
 
 A `Block` is a piece of memory; while something refers to it, its bytes count, as torch's tensors do. An
 operation of `Tape` makes the blocks that the torch operation of that name makes, and keeps those that its
-backward pass reads. So a forward pass written in the order of a network's own code has that network's peak, and
-what it keeps; `Tape.backward` walks back over it. Attention is the memory-efficient one, which keeps its inputs,
-its output and one number a head and token, and no matrix of token by token.
+backward pass reads. So a forward pass written in the order of a network's own code has that network's peak,
+and what it keeps; `Tape.backward` walks back over it. Attention is the memory-efficient one, which keeps its
+inputs, its output and one number a head and token, and no matrix of token by token.
 
-Rules for types: under autocast a linear layer, a convolution and attention compute in its type, from copies where
-the type is another; norms compute in float32 on a GPU, and in the type of what they are given on a CPU.
+Rules for types: under autocast a linear layer, a convolution and attention compute in its type, from copies
+where the type is another, and nothing keeps such copies for a second use; norms compute in float32 on a GPU,
+and in the type of what they are given on a CPU (ATen/autocast_mode.h).
 
 Counts are elements, widths bytes for an element (4 float32, 2 bfloat16).
 """
@@ -91,9 +92,10 @@ class _Step:
 class Tape:
     """One pass of a network.
 
-    ``stored``: width of the network's weights. ``compute``: that of autocast's type, None without. ``gpu``: whose
-    rules for norms hold. ``full``: every weight is trained; else only adapters of ``rank`` on the layers that
-    ``adapted`` says. ``recording``: a backward pass will follow. ``checkpoints``: it computes blocks anew.
+    ``stored``: width of the network's weights. ``compute``: that of autocast's type, None without. ``gpu``:
+    whose rules for norms hold. ``full``: every weight is trained; else only adapters of ``rank`` on the
+    layers that ``adapted`` says. ``recording``: a backward pass will follow. ``checkpoints``: it computes
+    blocks anew.
     """
 
     meter: Meter

@@ -193,7 +193,9 @@ def sd3(tape: Tape, config: Config, x: Value, text: Value, pooled: Value) -> Val
         hidden, context = outs[0], outs[-1]
     scale, shift = modulation(tape, "norm_out", emb, 2, width)
     hidden = modulated(tape, hidden, scale, shift)
-    out = tape.linear(hidden, "proj_out", patch * patch * (config.get("out_channels") or config["in_channels"]))
+    out = tape.linear(
+        hidden, "proj_out", patch * patch * (config.get("out_channels") or config["in_channels"])
+    )
     return tape.copy(out)
 
 
