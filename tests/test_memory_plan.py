@@ -8,13 +8,13 @@ from typing import Any
 from unittest import mock
 
 import diffusers
+import memory
 import pytest
 import torch
 import transformers
 from diffusers import AutoencoderKL, FluxTransformer2DModel
 from safetensors import safe_open
 
-import memory
 from flowcredit import algorithms
 from flowcredit.errors import InputError
 from flowcredit.memory import folders
@@ -149,7 +149,7 @@ def test_headers_are_read_as_safetensors_has_them(tmp_path: Path) -> None:
     assert len(list((tmp_path / "shards").glob("*.safetensors"))) > 2
     assert folders.read_shapes(tmp_path / "shards") == own
     next((tmp_path / "shards").glob("*00002-of*.safetensors")).unlink()
-    with pytest.raises(InputError, match="00002-of.* is not there"):
+    with pytest.raises(InputError, match=r"00002-of.* is not there"):
         folders.read_shapes(tmp_path / "shards")
 
 

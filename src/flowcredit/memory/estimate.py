@@ -216,7 +216,7 @@ class _Reckoning:
         found["rollout"] = Part(
             f"activations of rollout, {states} at once", self.passes.sampling(states * self.rows)
         )
-        peak, held = self.passes.training(rows * self.rows, self._accumulating)
+        peak, held = self._training_peak()
         checkpoints = "blocks computed anew" if recipe.train.gradient_checkpointing else "all kept"
         found["training"] = Part(
             f"activations of training, {rows} at once", peak - held + self._loss(rows), checkpoints
@@ -229,7 +229,7 @@ class _Reckoning:
         assert self.passes is not None
         rows = self._training_rows
         states = 3 * self._states_at_once * self.inputs.latent_count * FLOAT
-        peak, _ = self.passes.training(rows * self.rows, self._accumulating)
+        peak, _ = self._training_peak()
         phases = {
             "rollout": size["latents"] + states + size["rollout"],
             "training": size["latents"] + max(peak + self._loss(rows), size["gradients"] + size["step"]),
@@ -267,9 +267,15 @@ class _Reckoning:
     def _training_rows(self) -> int:
         return min(self.recipe.train.micro_batch_size, max(self._step_states))
 
-    @property
-    def _accumulating(self) -> bool:
-        return max(self._step_states) > self.recipe.train.micro_batch_size
+    def _training_peak(self) -> tuple[int, int]:
+        """Of an optimizer step's passes: the first has no gradients yet, a last one may have fewer rows."""
+        assert self.passes is not None
+        first = self._training_rows
+        second = min(first, max(self._step_states) - first)
+        peaks = [self.passes.training(first * self.rows, accumulating=False)]
+        if second > 0:
+            peaks.append(self.passes.training(second * self.rows, accumulating=True))
+        return max(peaks)
 
     def _latents(self) -> int:
         """Transitions and leaves of an iteration, float32, and its texts."""
