@@ -5,6 +5,8 @@ import re
 import gpu
 import pytest
 import torch
+from diffusers import FluxTransformer2DModel
+from flux_shaped import TINY
 
 from flowcredit.quiet import quiet_libraries
 
@@ -36,7 +38,7 @@ def test_the_small_model_runs_to_the_end(capsys: pytest.CaptureFixture[str]) -> 
 
 
 def _network() -> torch.nn.Module:
-    return FluxTransformer2DModel(**gpu.TINY.network, num_layers=1, num_single_layers=2)
+    return FluxTransformer2DModel(**TINY.network, num_layers=1, num_single_layers=2)
 
 
 def test_without_a_gpu_it_says_so(
