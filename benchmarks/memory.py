@@ -17,11 +17,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from diffusers import FluxTransformer2DModel, QwenImageTransformer2DModel, SD3Transformer2DModel
+from diffusers import (
+    FluxTransformer2DModel,
+    QwenImageTransformer2DModel,
+    SD3Transformer2DModel,
+    UNet2DConditionModel,
+)
 from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 
+import tiny_diffusion
 import tiny_flux
 import tiny_qwen_image
 import tiny_sd3
@@ -70,13 +76,29 @@ NETWORKS: Mapping[str, Callable[[], Any]] = {
         axes_dims_rope=(4, 14, 14),
         **SIZES,
     ),
+    "sd1": lambda: UNet2DConditionModel(
+        sample_size=8,
+        in_channels=4,
+        out_channels=4,
+        down_block_types=("CrossAttnDownBlock2D", "DownBlock2D"),
+        up_block_types=("UpBlock2D", "CrossAttnUpBlock2D"),
+        block_out_channels=(32, 64),
+        layers_per_block=2,
+        attention_head_dim=4,
+        norm_num_groups=8,
+        cross_attention_dim=16,
+    ),
 }
 """Wider than the tests' own, so that tensors weigh more than what lies around them."""
 BUILDERS: Mapping[str, Callable[[Path], Path]] = {
     "flux": tiny_flux.build_tiny_flux,
     "sd3": tiny_sd3.build_tiny_sd3,
     "qwen": tiny_qwen_image.build_tiny_qwen_image,
+    "sd1": tiny_diffusion.build_tiny_diffusion,
 }
+
+PARTS = {"sd1": "unet"}
+"""The trained network's folder, where it is not "transformer"."""
 
 LORA = {"method": "lora", "rank": 8, "alpha": 16}
 CASES: Mapping[str, tuple[str, dict[str, Any]]] = {
@@ -92,6 +114,10 @@ CASES: Mapping[str, tuple[str, dict[str, Any]]] = {
     ),
     "sd3, full, bf16, guidance": ("sd3", {"train": {"micro_batch_size": 1}}),
     "qwen, LoRA, float32, guidance": ("qwen", {"weights": LORA, "train": {"mixed_precision": "no"}}),
+    "sd1, LoRA, float32, checkpointing, guidance": (
+        "sd1",
+        {"weights": LORA, "train": {"mixed_precision": "no", "gradient_checkpointing": True}},
+    ),
 }
 
 
@@ -108,7 +134,7 @@ def make_recipe(folder: Path, family: str, changes: Mapping[str, Any]) -> Recipe
     """A pipeline of a family in ``folder`` and a recipe for it."""
     BUILDERS[family](folder)
     torch.manual_seed(0)
-    NETWORKS[family]().save_pretrained(folder / "transformer")
+    NETWORKS[family]().save_pretrained(folder / PARTS.get(family, "transformer"))
     prompts = folder / "prompts.txt"
     prompts.write_text("a red circle\na blue square\na red square\n", encoding="utf-8")
     settings: dict[str, Any] = {
@@ -228,7 +254,7 @@ class _Run:
         moments = [v for s in self.optimizer.state.values() for v in s.values() if v.ndim > 0]
         clip = next(iter(self.setup.rewards.values()))
         found = {
-            "transformer weights": weights,
+            f"{model.part} weights": weights,
             "text encoders": sum(_of(m) for k, m in components.items() if k.startswith("text_encoder")),
             "VAE": _of(components["vae"]),
             "reward clip": sum(_of(v) for v in vars(clip).values() if isinstance(v, nn.Module)),

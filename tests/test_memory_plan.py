@@ -59,12 +59,10 @@ def test_planned_memory_is_what_a_run_takes(case: str, tmp_path: Path) -> None:
     """Part by part, and the most that rollout, scoring and update take, with and beside what stands."""
     family, changes = memory.CASES[case]
     found = memory.compare(memory.make_recipe(tmp_path, family, changes))
-    assert {"transformer weights", "rollout's own", "training's own", "phase: training"} <= set(
-        found.measured
-    )
+    assert {"VAE", "rollout's own", "training's own", "phase: training"} <= set(found.measured)
     for name, size in found.measured.items():
         assert found.planned[name] == pytest.approx(size, rel=0.2), name
-    for name in ("transformer weights", "adapter weights", "moving average", "reference copy"):
+    for name in ("transformer weights", "unet weights", "adapter weights", "moving average"):
         assert found.planned.get(name) == found.measured.get(name), name
 
 

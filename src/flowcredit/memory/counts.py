@@ -8,6 +8,7 @@ from flowcredit.memory.convolutions import decoder, encoder
 from flowcredit.memory.qwen import qwen_image
 from flowcredit.memory.tape import FLOAT, Meter, Tape, Value
 from flowcredit.memory.transformers import flux, sd3
+from flowcredit.memory.unet import is_plain_unet, unet
 
 Config = Mapping[str, Any]
 Network = Callable[[Tape, Config, Value, Value, Value], Value]
@@ -16,21 +17,28 @@ NETWORKS: Mapping[str, Network] = {
     "FluxTransformer2DModel": flux,
     "SD3Transformer2DModel": sd3,
     "QwenImageTransformer2DModel": qwen_image,
+    "UNet2DConditionModel": unet,
 }
 
 
+def is_known(kind: str, config: Config) -> bool:
+    """Whether the dry run can run a network of this class and config."""
+    return kind in NETWORKS and (kind != "UNet2DConditionModel" or is_plain_unet(config))
+
+
 def network_shapes(kind: str, config: Config) -> dict[str, tuple[int, ...]]:
-    """Names and shapes of a network's weights, buffers left out; KeyError for a class not in ``NETWORKS``."""
+    """Names and shapes of a network's weights, buffers left out; KeyError for a class that is not known."""
     return network_tape(kind, config).parameters
 
 
 def network_tape(kind: str, config: Config) -> Tape:
     """A tape over which the network has run on the smallest input there is."""
     tape = Tape(Meter(), FLOAT)
-    side = 2 * int(config.get("patch_size", 1))
     channels = config["in_channels"]
-    x = tape.new((1, channels, side, side) if kind == "SD3Transformer2DModel" else (1, 1, channels), FLOAT)
-    text = tape.new((1, 1, config["joint_attention_dim"]), FLOAT)
+    side = 2 ** len(config.get("block_out_channels", ())) * int(config.get("patch_size", 1))
+    is_image = kind in ("SD3Transformer2DModel", "UNet2DConditionModel")
+    x = tape.new((1, channels, side, side) if is_image else (1, 1, channels), FLOAT)
+    text = tape.new((1, 1, config.get("joint_attention_dim") or config["cross_attention_dim"]), FLOAT)
     pooled = tape.new((1, config.get("pooled_projection_dim", 1)), FLOAT)
     NETWORKS[kind](tape, config, x, text, pooled)
     return tape
@@ -38,7 +46,7 @@ def network_tape(kind: str, config: Config) -> Tape:
 
 def count_parameters(kind: str, config: Config) -> int | None:
     """How many there are, buffers in the files included; None for a class that is not known here."""
-    if kind in NETWORKS:
+    if is_known(kind, config):
         buffers = 0
         if kind == "SD3Transformer2DModel":
             width = config["num_attention_heads"] * config["attention_head_dim"]

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from flowcredit.config import ModelSettings
-from flowcredit.memory.counts import NETWORKS, Network
+from flowcredit.memory.counts import NETWORKS, Network, is_known
 from flowcredit.memory.folders import Pipeline
 
 ATTENTION = ("to_q", "to_k", "to_v", "to_out.0")
@@ -55,7 +55,8 @@ class Inputs:
 
 def network_of(pipeline: Pipeline) -> Network | None:
     """The dry run's network, if there is one for this class."""
-    return NETWORKS.get(pipeline.parts[FAMILIES[pipeline.kind].part].kind)
+    part = pipeline.parts[FAMILIES[pipeline.kind].part]
+    return NETWORKS[part.kind] if is_known(part.kind, part.config) else None
 
 
 def rows_per_evaluation(pipeline: Pipeline, settings: ModelSettings) -> int:

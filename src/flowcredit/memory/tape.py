@@ -167,11 +167,18 @@ class Tape:
         return self.cast(self.add(y, low), y.width)
 
     def _matmul(
-        self, x: Value, shape: tuple[int, ...], elements: int, stored: int, trained: str | None
+        self,
+        x: Value,
+        shape: tuple[int, ...],
+        elements: int,
+        stored: int,
+        trained: str | None,
+        always_keeps: bool = False,
     ) -> Value:
+        """``always_keeps`` its input, as convolutions do whether or not their weights are trained."""
         width = x.width if self.compute is None else self.compute
         x = self.cast(x, width)
-        kept: list[Block] = [x.block] if trained is not None else []
+        kept: list[Block] = [x.block] if trained is not None or always_keeps else []
         weight = None if stored == width else self.meter.take(elements * width)
         if x.grad and weight is not None:
             kept.append(weight)
@@ -188,7 +195,7 @@ class Tape:
         lost = 0 if padded else kernel - 1
         shape = (rows, out, (height - lost - 1) // stride + 1, (width - lost - 1) // stride + 1)
         elements = out * channels * kernel * kernel
-        return self._matmul(x, shape, elements, self.stored, name if self.full else None)
+        return self._matmul(x, shape, elements, self.stored, name if self.full else None, always_keeps=True)
 
     def norm(self, x: Value, name: str | None, size: int, groups: int) -> Value:
         """Layer and group norm: keeps its input and two numbers for each of ``groups``."""
