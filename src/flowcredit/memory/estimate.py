@@ -28,6 +28,8 @@ from flowcredit.shapes import bundled_path
 WIDTHS = {"float32": 4, "bfloat16": 2}
 WEIGHTLESS = ("shapes", "shapes_exact", "sharpness", "ocr", "http", "chat")
 """Rewards without a network on this device."""
+MODEL_OPTIONS = ("path", "detector", "clip")
+"""Options of rewards that name a model's files."""
 
 
 @dataclass(frozen=True)
@@ -323,11 +325,17 @@ def _reward_part(reward: WatchedReward) -> Part:
     name = f"reward {reward.name}"
     if reward.name.partition("/")[0] in WEIGHTLESS:
         return Part(name, 0)
-    files = [Path(value) for value in reward.options.values() if isinstance(value, str)]
-    path = reward.options.get("path", reward.options.get("detector"))
-    if not isinstance(path, str):
-        return Part(name, None, "a model of its own" if not files else "its files are not looked at")
-    where = bundled_path(path)
+    models = [value for option in MODEL_OPTIONS if isinstance(value := reward.options.get(option), str)]
+    if not models:
+        return Part(name, None, "a model of its own")
+    parts = [_model_part(name, bundled_path(model)) for model in models]
+    unknown = next((part for part in parts if part.size is None), None)
+    if unknown is not None:
+        return unknown
+    return Part(name, sum(part.size or 0 for part in parts), parts[0].note)
+
+
+def _model_part(name: str, where: Path) -> Part:
     shapes = read_shapes(where) if where.is_dir() else None
     if shapes is not None:
         return Part(name, FLOAT * sum(prod(shape) for shape in shapes.values()))
@@ -337,4 +345,4 @@ def _reward_part(reward: WatchedReward) -> Part:
         return Part(name, FLOAT * published, note)
     if where.is_file():
         return Part(name, where.stat().st_size, "the size of its file")
-    return Part(name, None, f"{where} is not there")
+    return Part(name, None, f"{where} is not there" if not where.exists() else f"{where} has no safetensors")
