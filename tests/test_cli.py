@@ -304,7 +304,7 @@ def test_plan_tells_parameters_and_memory_or_what_it_lacks(run: Run) -> None:
     assert re.search(r"\npeak +\d+\.\d+ +of tensors", out)
     assert "rows of the network" not in out
     out = run("plan", "small.yaml", "model.path=/models/stable-diffusion-3.5-medium")[1]
-    assert "/models/stable-diffusion-3.5-medium is not there: reckoned by the published config" in out
+    assert "/models/stable-diffusion-3.5-medium is not there: reckoned from the published config" in out
     assert "each velocity evaluation is 2 rows of the network (classifier-free guidance)" in out
     assert (
         "rows of the network"

@@ -8,6 +8,7 @@ from typing import Any
 from unittest import mock
 
 import diffusers
+import full_size
 import memory
 import pytest
 import torch
@@ -223,6 +224,22 @@ def test_a_gpus_rules_for_norms_are_those_of_autocast(checkpoints: bool) -> None
     assert run(gpu=True) == pytest.approx(measured, rel=0.1)
     if not checkpoints:
         assert run(gpu=False) < 0.95 * run(gpu=True)
+
+
+FEW_BLOCKS: dict[str, dict[str, Any]] = {
+    "FLUX.1-dev": {"num_layers": 1, "num_single_layers": 2},
+    "stable-diffusion-3.5-medium": {"num_layers": 3, "dual_attention_layers": [0]},
+    "Qwen-Image": {"num_layers": 2},
+}
+
+
+@pytest.mark.parametrize("name", FEW_BLOCKS)
+@pytest.mark.parametrize(("method", "checkpoints"), [("lora", True), ("lora", False), ("full", True)])
+def test_activations_at_full_width_are_those_of_torchs_fake_tensors(
+    name: str, method: full_size.Method, checkpoints: bool
+) -> None:
+    case = full_size.make_case(name, method, checkpoints, FEW_BLOCKS[name])
+    assert full_size.planned(case) == pytest.approx(full_size.faked(case), rel=0.1)
 
 
 def test_offloaded_parts_are_not_there_while_the_network_works() -> None:
