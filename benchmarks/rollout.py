@@ -23,8 +23,9 @@ import torch
 from torch import Tensor
 
 from flowcredit.algorithms import build
+from flowcredit.interfaces import FlowModel
 from flowcredit.methods import AlgorithmSettings, DenseGRPOSettings, G2RPOSettings
-from flowcredit.models.loading import PipelineFlow, load_model
+from flowcredit.models.loading import load_model
 from flowcredit.plan import Plan
 from flowcredit.prompts import PromptSet, load_prompts
 from flowcredit.rewards.loading import load_reward
@@ -43,7 +44,7 @@ ETA = 0.7
 class Bench:
     """What both schedules run on."""
 
-    model: PipelineFlow
+    model: FlowModel
     prompts: PromptSet
     batch_size: int
     rewards: dict[str, Any]

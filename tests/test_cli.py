@@ -1,6 +1,8 @@
 """The commands: what they hand on, what they print, how they end."""
 
 import errno
+import json
+import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -269,7 +271,7 @@ def test_report_prints_where_the_page_is(run: Run, stub: Any) -> None:
 
 def _costs(out: str) -> dict[str, list[int]]:
     """The numbers of the table under the picture, by the row's name."""
-    table = out.split("\ncost ")[1].splitlines()[1:]
+    table = out.split("\ncost ")[1].split("\n\n")[0].splitlines()[1:]
     rows = [row.strip().rsplit(maxsplit=2) for row in table]
     return {name.strip(): [int(a.replace(",", "")), int(b.replace(",", ""))] for name, a, b in rows}
 
@@ -294,6 +296,49 @@ def test_plan_follows_overrides_and_reads_runs(run: Run) -> None:
     assert costs["if nothing were shared"][0] == 2188
     costs = _costs(run("plan", "small.yaml", "algorithm.initial_noise=separate")[1])
     assert costs["states trained on"][0] == 8 * 12
+
+
+def test_plan_tells_parameters_and_memory_or_what_it_lacks(run: Run) -> None:
+    out = run("plan", "small.yaml")[1]
+    assert re.search(r"parameters: 4,065,539 +trained: 3,233,440 \(all weights\)", out)
+    assert re.search(r"\npeak +\d+\.\d+ +of tensors", out)
+    assert "rows of the network" not in out
+    out = run("plan", "small.yaml", "model.path=/models/stable-diffusion-3.5-medium")[1]
+    assert "/models/stable-diffusion-3.5-medium is not there: reckoned from the published config" in out
+    assert "each velocity evaluation is 2 rows of the network (classifier-free guidance)" in out
+    assert (
+        "rows of the network"
+        not in run("plan", "small.yaml", "model.path=SD3.5-M", "model.guidance_scale=1")[1]
+    )
+    out = run("plan", "small.yaml", "model.path=nowhere")[1]
+    assert "parameters and memory need the model's folder: nowhere holds no known pipeline" in out
+    out = run("plan", "small.yaml", "rewards=[my_rewards:f]")[1]
+    assert "not in any phase, because not known: reward my_rewards:f" in out
+
+
+def test_plan_is_one_json_object_on_demand(run: Run) -> None:
+    found = json.loads(run("plan", "small.yaml", "--json")[1])
+    assert found["a_prompt"]["velocity_evaluations"] == 1904
+    assert found["prompts_per_iteration"] == 3
+    model = found["model"]
+    assert model["trained_parameters"] == 3_233_440
+    assert model["peak_bytes"] == max(model["phase_bytes"].values())
+    sizes = {part["name"]: part["size"] for part in model["memory_bytes"]}
+    assert sizes["transformer weights"] == 4 * model["trained_parameters"]
+    assert json.loads(run("plan", "small.yaml", "--json", "model.path=nowhere")[1])["model"] is None
+
+
+def test_plan_names_a_damaged_file(run: Run) -> None:
+    folder = Path("broken")
+    (folder / "transformer").mkdir(parents=True)
+    index = {"_class_name": "FluxPipeline", "transformer": ["diffusers", "FluxTransformer2DModel"]}
+    (folder / "model_index.json").write_text(json.dumps(index))
+    (folder / "transformer/config.json").write_text("{}")
+    assert "broken: a config.json lacks" in run("plan", "small.yaml", "model.path=broken")[2]
+    (folder / "transformer/config.json").write_text("{")
+    code, _, err = run("plan", "small.yaml", "model.path=broken")
+    assert code == 2
+    assert "transformer/config.json: not valid JSON" in err
 
 
 def test_settings_lists_names_defaults_and_sentences(run: Run) -> None:

@@ -219,32 +219,24 @@ def sample(
 
 
 @app.command()
-def plan(source: RecipeOrRun, overrides: Overrides = None) -> None:
-    """Show the rollout tree of a recipe and what an iteration costs; nothing is loaded or run.
+def plan(
+    source: RecipeOrRun,
+    overrides: Overrides = None,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object instead of tables.")] = False,
+) -> None:
+    """Show a recipe's rollout tree, what an iteration costs, what is trained, how much memory it will take.
+
+    Nothing is loaded or run: parameters and memory come from the model's configs and the headers of its
+    files, or from its published config where it is not there yet.
 
     [cyan]flowcredit plan recipes/shapes_g2rpo.yaml[/cyan]
 
     [cyan]flowcredit plan recipes/shapes_g2rpo.yaml 'algorithm.strides=[1]' algorithm.group_size=8[/cyan]
     """
     settings, _ = open_source(source, overrides)
-    from flowcredit import algorithms
-    from flowcredit.plan_picture import describe
+    from flowcredit.plan_command import plan_command
 
-    tree = algorithms.build(settings.algorithm, settings.seed).plan
-    typer.echo(describe(tree))
-    prompts = settings.train.prompts_per_iteration
-    costs = {
-        "velocity evaluations": tree.velocity_evaluations,
-        "  if nothing were shared": tree.naive_velocity_evaluations,
-        "decodes": tree.decodes,
-        f"scores ({len(settings.rewards)} x {tree.scores})": len(settings.rewards) * tree.scores,
-        "states trained on": tree.trained_states,
-    }
-    if tree.trajectory_evaluations is not None:
-        typer.echo(f"velocity evaluations for one trajectory: {tree.trajectory_evaluations}")
-    typer.echo(f"\n{'cost':<24} {'a prompt':>12} {'an iteration':>14}   ({prompts} prompts an iteration)")
-    for name, cost in costs.items():
-        typer.echo(f"{name:<24} {cost:>12,} {cost * prompts:>14,}")
+    typer.echo(plan_command(settings, as_json))
 
 
 @app.command()

@@ -1,0 +1,120 @@
+"""What `flowcredit plan` prints: the tree, its cost, parameters, memory by part and phase. Loads nothing."""
+
+import json
+from dataclasses import asdict
+from typing import Any
+
+from flowcredit import algorithms
+from flowcredit.config import Recipe
+from flowcredit.memory.estimate import Estimate, Part, estimate
+from flowcredit.plan import Plan
+from flowcredit.plan_picture import describe
+
+GIB = 2**30
+
+
+def plan_command(recipe: Recipe, as_json: bool) -> str:
+    """The text, or one JSON object. Raises InputError for model files that cannot be read."""
+    tree = algorithms.build(recipe.algorithm, recipe.seed).plan
+    found = estimate(recipe, tree)
+    if as_json:
+        return json.dumps(_as_object(recipe, tree, found), ensure_ascii=False, indent=2)
+    lines = [describe(tree)]
+    if tree.trajectory_evaluations is not None:
+        lines.append(f"velocity evaluations for one trajectory: {tree.trajectory_evaluations}")
+    if found is not None and found.rows > 1:
+        lines.append(
+            f"each velocity evaluation is {found.rows} rows of the network (classifier-free guidance)"
+        )
+    lines += ["", *_cost_table(recipe, tree), ""]
+    return "\n".join([*lines, *_memory_lines(recipe, found)])
+
+
+def _costs(recipe: Recipe, tree: Plan) -> dict[str, int]:
+    rewards = len(recipe.rewards)
+    return {
+        "velocity evaluations": tree.velocity_evaluations,
+        "  if nothing were shared": tree.naive_velocity_evaluations,
+        "decodes": tree.decodes,
+        f"scores ({rewards} x {tree.scores})": rewards * tree.scores,
+        "states trained on": tree.trained_states,
+    }
+
+
+def _cost_table(recipe: Recipe, tree: Plan) -> list[str]:
+    prompts = recipe.train.prompts_per_iteration
+    head = f"{'cost':<24} {'a prompt':>12} {'an iteration':>14}   ({prompts} prompts an iteration)"
+    rows = [f"{name:<24} {cost:>12,} {cost * prompts:>14,}" for name, cost in _costs(recipe, tree).items()]
+    return [head, *rows]
+
+
+def _memory_lines(recipe: Recipe, found: Estimate | None) -> list[str]:
+    if found is None:
+        return [f"parameters and memory need the model's folder: {recipe.model.path} holds no known pipeline"]
+    lines = []
+    if found.published is not None:
+        lines.append(
+            f"{recipe.model.path} is not there: reckoned from the published config of {found.published}"
+        )
+    known = [count for count in found.parameters.values() if count is not None]
+    method = "all weights" if recipe.weights.method == "full" else f"LoRA of rank {recipe.weights.rank}"
+    trained = "not known" if found.trained is None else f"{found.trained:,}"
+    lines.append(f"parameters: {sum(known):,}   trained: {trained} ({method})")
+    lines += [
+        f"  {name:<22} {'not known' if count is None else f'{count:,}':>16}"
+        for name, count in found.parameters.items()
+    ]
+    lines += ["", f"{'memory':<38} {'GiB':>9}"]
+    lines += [_row(part) for part in found.parts]
+    lines += ["", f"{'phase':<38} {'GiB':>9}   (parts that stay, and its own)"]
+    lines += [f"{name:<38} {_gib(size)}" for name, size in found.phases.items()]
+    if found.peak is None:
+        lines.append("no peak: activations are not known for this network")
+    else:
+        lines.append(
+            f"{'peak':<38} {_gib(found.peak)}   of tensors; the device's own and fragments come on top"
+        )
+    if found.unknown:
+        lines.append(f"not in any phase, because not known: {', '.join(found.unknown)}")
+    return lines
+
+
+def _row(part: Part) -> str:
+    size = "not known" if part.size is None else _gib(part.size)
+    return f"{part.name:<38} {size:>9}" + (f"   {part.note}" if part.note else "")
+
+
+def _gib(size: int) -> str:
+    return f"{size / GIB:>9.2f}" if size >= GIB // 100 else f"{size / GIB:>9.4f}"
+
+
+def _as_object(recipe: Recipe, tree: Plan, found: Estimate | None) -> dict[str, Any]:
+    model: dict[str, Any] | None = None
+    if found is not None:
+        model = {
+            "parameters": found.parameters,
+            "trained_parameters": found.trained,
+            "rows_per_velocity_evaluation": found.rows,
+            "published_config": found.published,
+            "memory_bytes": [asdict(part) for part in found.parts],
+            "phase_bytes": found.phases,
+            "peak_bytes": found.peak,
+            "not_known": found.unknown,
+        }
+    return {
+        "tree": {
+            "num_steps": tree.num_steps,
+            "root_width": tree.root_width,
+            "segments": [asdict(segment) for segment in tree.segments],
+        },
+        "prompts_per_iteration": recipe.train.prompts_per_iteration,
+        "a_prompt": {
+            "velocity_evaluations": tree.velocity_evaluations,
+            "naive_velocity_evaluations": tree.naive_velocity_evaluations,
+            "trajectory_evaluations": tree.trajectory_evaluations,
+            "decodes": tree.decodes,
+            "reward_calls": len(recipe.rewards) * tree.scores,
+            "trained_states": tree.trained_states,
+        },
+        "model": model,
+    }
