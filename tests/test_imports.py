@@ -14,7 +14,17 @@ PACKAGE = ROOT / "src" / "flowcredit"
 
 FLOORS = (
     ("errors",),
-    ("text_file", "quiet", "yaml_lines", "sections", "shapes", "image_grid", "console", "published"),
+    (
+        "text_file",
+        "quiet",
+        "yaml_lines",
+        "sections",
+        "shapes",
+        "image_grid",
+        "console",
+        "published",
+        "visiting",
+    ),
     ("methods",),
     ("config",),
     ("recipe_io", "prompt_files", "noise_table"),
@@ -26,6 +36,7 @@ FLOORS = (
     ("algorithms",),
     ("rollout", "scoring"),
     ("models", "rewards"),
+    ("demands",),
     ("weights", "checkpoint", "distributed", "update", "run_folder", "export", "comparison"),
     ("assembly", "training_log", "resuming"),
     ("measurement", "introduction", "model_card"),

@@ -1,0 +1,47 @@
+"""``torch.compile`` of the trained network, in place, and the way around it."""
+
+from contextlib import AbstractContextManager
+
+import torch
+from torch import nn
+
+from flowcredit.errors import InputError
+
+BACKEND = "inductor"
+"""torch.compile's own default."""
+
+
+def compile_network(network: nn.Module, device: torch.device, backend: str = BACKEND) -> None:
+    """Let every call of ``network`` run compiled code; its first calls compile it.
+
+    In place, so that its parameters keep their names. To be called after adapters are added. Batches of all
+    sizes share one graph (``dynamic``), so that a batch's result does not depend on which sizes came before:
+    a resumed run sees other sizes first. A batch of one, and calls with and without gradients, have graphs
+    of their own.
+
+    Raises InputError where torch cannot compile for this device, such as for want of a C++ compiler.
+    """
+    _try_out(device, backend)
+    network.compile(backend=backend, dynamic=True)
+
+
+def as_written() -> AbstractContextManager[None]:
+    """While entered, compiled networks run as they are written."""
+    return torch.compiler.set_stance("force_eager")
+
+
+def _try_out(device: torch.device, backend: str) -> None:
+    """Compile and run one small function: where this works, the compilers and their headers are there."""
+
+    def doubled(x: torch.Tensor) -> torch.Tensor:
+        return (x + x).sin()
+
+    try:
+        torch.compile(doubled, backend=backend, dynamic=True)(torch.ones(8, device=device))
+    except Exception as error:  # Each compiler fails in its own way.
+        said = [line.strip() for line in str(error).splitlines() if line.strip()]
+        reason = said[0] if said else type(error).__name__
+        raise InputError(
+            f"model.compile is true, but torch cannot compile for {device}: {reason}; install what is missing"
+            " (a C++ compiler such as g++ for the CPU, Triton for a GPU), or set model.compile=false"
+        ) from None
