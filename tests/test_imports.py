@@ -14,17 +14,8 @@ PACKAGE = ROOT / "src" / "flowcredit"
 
 FLOORS = (
     ("errors",),
-    (
-        "text_file",
-        "quiet",
-        "yaml_lines",
-        "sections",
-        "shapes",
-        "image_grid",
-        "console",
-        "published",
-        "visiting",
-    ),
+    ("text_file", "quiet", "yaml_lines", "sections", "shapes", "image_grid", "console", "published"),
+    ("visiting",),
     ("methods",),
     ("config",),
     ("recipe_io", "prompt_files", "noise_table"),

@@ -70,8 +70,8 @@ def _fault(prompt: str, text: object) -> str | None:
         return f"the column 'text' holds {text!r}; expected the words to be written"
     if not _asked_for(prompt, text):
         return (
-            f"nothing to be written in the prompt {prompt!r}; expected words in double quotes in it, or in the"
-            " column 'text'"
+            f"nothing to be written in the prompt {prompt!r}; expected words in double quotes in it, or in"
+            " the column 'text'"
         )
     return None
 
