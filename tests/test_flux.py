@@ -222,7 +222,10 @@ def test_dtypes_of_network_and_frozen_parts_are_separate(folder: Path) -> None:
     model = load_tiny_flux(folder, dtype=torch.bfloat16)
     assert {p.dtype for p in model.network.parameters()} == {torch.float32}
     for name in ("vae", "text_encoder", "text_encoder_2"):
-        assert {p.dtype for p in model.pipeline.components[name].parameters()} == {torch.bfloat16}, name
+        parameters = model.pipeline.components[name].named_parameters()
+        # Older versions of transformers keep this layer of T5 in float32.
+        dtypes = {p.dtype for key, p in parameters if not key.endswith("DenseReluDense.wo.weight")}
+        assert dtypes == {torch.bfloat16}, name
 
 
 @pytest.mark.parametrize(("height", "width", "found"), [(36, 32, "height is 36"), (32, 4, "width is 4")])

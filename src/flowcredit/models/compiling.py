@@ -9,20 +9,26 @@ from flowcredit.errors import InputError
 
 BACKEND = "inductor"
 """torch.compile's own default."""
+BLOCKS = ("transformer_blocks", "single_transformer_blocks")
+"""The lists of blocks in the networks of all families; of a U-Net the attention's, not its convolutions."""
 
 
 def compile_network(network: nn.Module, device: torch.device, backend: str = BACKEND) -> None:
-    """Let every call of ``network`` run compiled code; its first calls compile it.
+    """Let the transformer blocks of a network run compiled code; its first calls compile it.
 
-    In place, so that its parameters keep their names. To be called after adapters are added. Batches of all
-    sizes share one graph (``dynamic``), so that a batch's result does not depend on which sizes came before:
-    a resumed run sees other sizes first. A batch of one, and calls with and without gradients, have graphs
-    of their own.
+    Block by block, since a block's code then serves all blocks of its kind, and in place, so that parameters
+    keep their names. To be called after adapters are added. Batches of all sizes share one graph
+    (``dynamic``), so that a batch's result does not depend on which sizes came before: a resumed run sees
+    other sizes first. A batch of one, and calls with and without gradients, have graphs of their own.
 
     Raises InputError where torch cannot compile for this device, such as for want of a C++ compiler.
     """
     _try_out(device, backend)
-    network.compile(backend=backend, dynamic=True)
+    lists = [module for name, module in network.named_modules() if name.rpartition(".")[2] in BLOCKS]
+    blocks = [block for each in lists for block in each.children()]
+    assert blocks, f"{type(network).__name__} has none of {BLOCKS}"
+    for block in blocks:
+        block.compile(backend=backend, dynamic=True)
 
 
 def as_written() -> AbstractContextManager[None]:
