@@ -278,7 +278,7 @@ def test_cut_off_weight_files_are_named(folder: Path, tmp_path: Path, file_name:
     cut = copy_of(folder, tmp_path / "cut")
     file = cut / file_name
     file.write_bytes(file.read_bytes()[:1000])
-    with pytest.raises(InputError, match="not loadable as a FluxPipeline"):
+    with pytest.raises(InputError, match=f"{file_name}: no whole safetensors file of 1,000 bytes"):
         load_tiny_flux(cut)
 
 
@@ -290,7 +290,7 @@ def test_weights_that_do_not_fit_their_config_are_named(
 ) -> None:
     other = copy_of(folder, tmp_path / "other")
     edit_json(other / part / "config.json", **{setting: 3 if part == "transformer" else 24})
-    with pytest.raises(InputError, match="not loadable as a FluxPipeline"):
+    with pytest.raises(InputError, match=f"{part}: weights that are of another shape: .* is .*, not "):
         load_tiny_flux(other)
 
 

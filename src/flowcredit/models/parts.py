@@ -5,12 +5,13 @@ Left to itself diffusers only logs that weights are missing, and draws them at r
 
 import importlib
 import json
+import re
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from torch import nn
 
 from flowcredit.errors import InputError
@@ -55,19 +56,54 @@ def _class_of(entry: list[Any]) -> Any:
 
 
 def _load(kind: Any, folder: Path, name: str, part: Any, dtype: torch.dtype) -> nn.Module:
+    where = folder / name
+    _check_files(where)
+    # Shapes that do not fit: transformers lists them only if they are let pass, diffusers names the first.
+    listing = {"ignore_mismatched_sizes": True} if part.__module__.startswith("transformers.") else {}
     try:
         module, report = part.from_pretrained(
-            folder / name, dtype=dtype, local_files_only=True, output_loading_info=True
+            where, dtype=dtype, local_files_only=True, output_loading_info=True, **listing
         )
     except (OSError, ValueError, RuntimeError, SafetensorError) as error:
-        raise InputError(not_loadable(folder, kind, error)) from error
-    missing = sorted(report["missing_keys"])
-    extra = sorted(key for key in report["unexpected_keys"] if not key.endswith(UNCOUNTED))
-    for names, fault in ((missing, "missing"), (extra, "unknown")):
+        if (found := _SHAPES.search(str(error))) is not None:
+            raise InputError(
+                _misfit(where, part, f"of another shape: {found[1]} is {found[3]}, not {found[2]}")
+            ) from error
+        raise InputError(f"{not_loadable(folder, kind, error)} (in {name}/)") from error
+    strangers = [key for key in report["unexpected_keys"] if not key.endswith(UNCOUNTED)]
+    misfits = [f"{key} is {list(it)}, not {list(own)}" for key, it, own in report["mismatched_keys"]]
+    for names, fault in (
+        (sorted(report["missing_keys"]), "missing"),
+        (sorted(strangers), "unknown"),
+        (sorted(misfits), "of another shape"),
+    ):
         if names:
             more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-            raise InputError(
-                f"{folder / name}: weights that are {fault}: {', '.join(names[:3])}{more}; expected exactly"
-                f" those of a {part.__name__} of the sizes in its config.json"
-            )
+            raise InputError(_misfit(where, part, f"{fault}: {', '.join(names[:3])}{more}"))
     return module
+
+
+def _check_files(where: Path) -> None:
+    """InputError for files that break off or are of another format; their headers alone are read."""
+    for file in sorted(where.glob("*.safetensors")):
+        try:
+            with safe_open(file, framework="pt"):
+                pass
+        except (SafetensorError, OSError) as error:
+            reason = str(error).strip().splitlines()[0]
+            raise InputError(
+                f"{file}: no whole safetensors file of {file.stat().st_size:,} bytes ({reason}); was its"
+                " download cut short, or is it a pointer to a file that was never fetched?"
+            ) from error
+
+
+def _misfit(where: Path, part: Any, fault: str) -> str:
+    return (
+        f"{where}: weights that are {fault}; expected exactly those of a {part.__name__} of the sizes in its"
+        " config.json"
+    )
+
+
+_SHAPES = re.compile(
+    r"because (\S+) expected shape torch\.Size\((\[.*?\])\), but got torch\.Size\((\[.*?\])\)"
+)
