@@ -149,7 +149,10 @@ def load_geneval(detector: str, clip: str, device: torch.device, graded: bool = 
     Raises:
         InputError: a folder that is no complete object detector or CLIP model.
     """
-    from transformers import AutoImageProcessor, AutoModelForObjectDetection
+    from transformers import AutoModelForObjectDetection
+
+    # From where it lies: at their top some versions of transformers let it pass only with torchvision.
+    from transformers.models.auto.image_processing_auto import AutoImageProcessor
 
     folder = Path(detector)
     if not (folder / "config.json").is_file():
