@@ -100,7 +100,7 @@ def velocities_by_row(model: PipelineFlow, prompts: Sequence[str]) -> tuple[Tens
 def checkpointing_keeps_gradients(
     model: PipelineFlow, method: Literal["full", "lora"], prompts: Sequence[str]
 ) -> None:
-    """Every gradient is the same with checkpointing, which runs the blocks a second time, and only with it."""
+    """Gradients are the same with checkpointing, which runs the blocks a second time, and only so."""
     prepare_weights(model.network, method, rank=2, alpha=4.0, targets=model.lora_targets)
     x = model.initial_noise(len(prompts), torch.Generator().manual_seed(0))
     sigma, cond = torch.linspace(0.8, 0.4, len(prompts)), model.encode(prompts)
