@@ -59,6 +59,7 @@ def assemble(recipe: Recipe) -> Setup:
     check_prompts({**rewards, **watched}, heldout, recipe.scoring.on_error)
     model = build_model(recipe)
     grid = build_grid(recipe.grid, model, recipe.algorithm.num_steps)
+    chosen = recipe.evaluation.prompts
     return Setup(
         recipe,
         model,
@@ -68,7 +69,7 @@ def assemble(recipe: Recipe) -> Setup:
         rewards,
         watched,
         train_prompts,
-        heldout.take(range(min(len(heldout), recipe.evaluation.prompts))),
+        heldout if len(heldout) <= chosen else heldout.take(range(chosen)),
         build_reference(recipe, model),
     )
 
