@@ -208,7 +208,8 @@ def test_a_module_as_reward_keeps_its_columns_and_leaves_after_a_failure(moved: 
     scorer: Any = Scorer().requires_grad_(False)
     home = scorer.factor.weight.data_ptr()
     rewards = {"mine": waiting(scorer, CPU)}
-    images, columns = torch.zeros(2, 3, 4, 4), {"bonus": [1.0, 2.0], "other": [None, None]}
+    images = torch.zeros(2, 3, 4, 4)
+    columns: dict[str, Sequence[Any]] = {"bonus": [1.0, 2.0], "other": [None, None]}
     scores = score_images(rewards, images, ["good", "bad"], columns, batch_size=2, on_error="skip")[0]
     assert scores[0].item() == pytest.approx(1.0 + scorer.factor.bias.item())
     assert scores[1].isnan()
@@ -220,4 +221,5 @@ def test_a_reward_without_networks_is_itself() -> None:
     def plain(images: Tensor, prompts: Sequence[str]) -> Tensor:
         return images.mean((1, 2, 3))
 
-    assert waiting(plain, CPU) is plain
+    reward: Any = plain
+    assert waiting(reward, CPU) is reward
