@@ -97,3 +97,39 @@ def velocities_by_row(model: PipelineFlow, prompts: Sequence[str]) -> tuple[Tens
         alone.append(model.velocity(*here, model.encode([prompts[row]])))
         swapped.append(model.velocity(*here, rows_of(cond, torch.tensor([(row + 1) % len(prompts)]))))
     return model.velocity(x, sigma, cond), torch.cat(alone), torch.cat(swapped)
+
+
+def checkpointing_keeps_gradients(
+    model: PipelineFlow, method: Literal["full", "lora"], prompts: Sequence[str]
+) -> None:
+    """Gradients are the same with checkpointing, which runs the blocks a second time, and only so."""
+    prepare_weights(model.network, method, rank=2, alpha=4.0, targets=model.lora_targets)
+    x = model.initial_noise(len(prompts), torch.Generator().manual_seed(0))
+    sigma, cond = torch.linspace(0.8, 0.4, len(prompts)), model.encode(prompts)
+    names = {"transformer_blocks", "single_transformer_blocks", "down_blocks"}
+    lists = [module for name, module in model.network.named_modules() if name in names]
+    inner = {next(iter(each.children())) for each in lists}
+    runs: list[int] = []
+    for block in inner:
+        first = next(module for module in block.modules() if isinstance(module, torch.nn.Linear))
+        first.register_forward_pre_hook(lambda *_: runs.append(1))
+
+    def gradients(enabled: bool) -> dict[str, Tensor]:
+        model.set_gradient_checkpointing(enabled)
+        model.network.zero_grad()
+        runs.clear()
+        model.velocity(x, sigma, cond).square().mean().backward()
+        trained = trainable_parameters(model.network)
+        return {name: value.grad.clone() for name, value in trained.items() if value.grad is not None}
+
+    plain = gradients(False)
+    once = len(runs)
+    recomputed = gradients(True)
+    assert once > 0
+    assert len(runs) == 2 * once, "the blocks did not run again in the backward pass"
+    again = gradients(False)
+    assert len(runs) == once
+    assert plain.keys() == recomputed.keys() == again.keys()
+    for name, gradient in plain.items():
+        torch.testing.assert_close(recomputed[name], gradient, msg=name)
+    assert any(gradient.abs().max() > 0 for gradient in plain.values())

@@ -1,9 +1,10 @@
 """A server on loopback that answers what a test tells it to, and keeps what it was asked."""
 
 import json
+import ssl
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
@@ -43,8 +44,8 @@ class Fake:
 
 
 @contextmanager
-def fake_service(respond: Respond) -> Iterator[Fake]:
-    """Serves until the block ends."""
+def fake_service(respond: Respond, tls: ssl.SSLContext | None = None) -> Iterator[Fake]:
+    """Serves until the block ends, over https with ``tls``."""
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
@@ -70,11 +71,18 @@ def fake_service(respond: Respond) -> Iterator[Fake]:
             except OSError:
                 pass  # The client has gone, as one with a time limit does.
 
+        def handle(self) -> None:
+            with suppress(ssl.SSLError, ConnectionError):  # A client that does not trust us hangs up.
+                super().handle()
+
         def log_message(self, format: str, *args: Any) -> None:
             pass
 
     server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    fake = Fake(f"http://127.0.0.1:{server.server_port}")
+    if tls is not None:
+        # The handshake in the request's own thread: one that fails there stops no other.
+        server.socket = tls.wrap_socket(server.socket, server_side=True, do_handshake_on_connect=False)
+    fake = Fake(f"http{'' if tls is None else 's'}://127.0.0.1:{server.server_port}")
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
     thread.start()
     try:

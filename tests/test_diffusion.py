@@ -10,7 +10,7 @@ import pytest
 import torch
 from diffusers import FlowMatchEulerDiscreteScheduler
 
-from adapters import train_stand_in, updated_once, velocities_by_row
+from adapters import checkpointing_keeps_gradients, train_stand_in, updated_once, velocities_by_row
 from flowcredit.errors import InputError
 from flowcredit.export import export_weights
 from flowcredit.weights import prepare_weights
@@ -166,8 +166,17 @@ def test_times_between_those_of_training_are_interpolated(folder: Path) -> None:
 def test_a_rows_velocity_is_its_own(folder: Path) -> None:
     model = load_tiny_diffusion(folder)
     together, alone, under_another_text = velocities_by_row(model, [*PROMPTS, "a"])
-    torch.testing.assert_close(together, alone, atol=1e-5, rtol=1e-5)
+    # Convolutions over one row and over several are summed in another order; torch 2.7 differs by 1.7e-5.
+    torch.testing.assert_close(together, alone, atol=4e-5, rtol=1e-5)
     assert (under_another_text - alone).abs().flatten(1).amax(1).min() > 1e-3
+
+
+@pytest.mark.parametrize("autocast", [None, torch.bfloat16])
+@pytest.mark.parametrize("method", ["lora", "full"])
+def test_gradient_checkpointing_keeps_every_gradient(
+    folder: Path, method: Literal["full", "lora"], autocast: torch.dtype | None
+) -> None:
+    checkpointing_keeps_gradients(load_tiny_diffusion(folder, autocast=autocast), method, PROMPTS)
 
 
 @pytest.mark.parametrize("method", ["lora", "full"])

@@ -222,7 +222,10 @@ def test_dtypes_of_network_and_frozen_parts_are_separate(folder: Path) -> None:
     model = load_tiny_flux(folder, dtype=torch.bfloat16)
     assert {p.dtype for p in model.network.parameters()} == {torch.float32}
     for name in ("vae", "text_encoder", "text_encoder_2"):
-        assert {p.dtype for p in model.pipeline.components[name].parameters()} == {torch.bfloat16}, name
+        parameters = model.pipeline.components[name].named_parameters()
+        # Older versions of transformers keep this layer of T5 in float32.
+        dtypes = {p.dtype for key, p in parameters if not key.endswith("DenseReluDense.wo.weight")}
+        assert dtypes == {torch.bfloat16}, name
 
 
 @pytest.mark.parametrize(("height", "width", "found"), [(36, 32, "height is 36"), (32, 4, "width is 4")])
@@ -275,7 +278,7 @@ def test_cut_off_weight_files_are_named(folder: Path, tmp_path: Path, file_name:
     cut = copy_of(folder, tmp_path / "cut")
     file = cut / file_name
     file.write_bytes(file.read_bytes()[:1000])
-    with pytest.raises(InputError, match="not loadable as a FluxPipeline"):
+    with pytest.raises(InputError, match=f"{file_name}: no whole safetensors file of 1,000 bytes"):
         load_tiny_flux(cut)
 
 
@@ -287,7 +290,7 @@ def test_weights_that_do_not_fit_their_config_are_named(
 ) -> None:
     other = copy_of(folder, tmp_path / "other")
     edit_json(other / part / "config.json", **{setting: 3 if part == "transformer" else 24})
-    with pytest.raises(InputError, match="not loadable as a FluxPipeline"):
+    with pytest.raises(InputError, match=f"{part}: weights that are of another shape: .* is .*, not "):
         load_tiny_flux(other)
 
 

@@ -15,6 +15,7 @@ PACKAGE = ROOT / "src" / "flowcredit"
 FLOORS = (
     ("errors",),
     ("text_file", "quiet", "yaml_lines", "sections", "shapes", "image_grid", "console", "published"),
+    ("visiting",),
     ("methods",),
     ("config",),
     ("recipe_io", "prompt_files", "noise_table"),
@@ -27,7 +28,7 @@ FLOORS = (
     ("algorithms",),
     ("rollout", "scoring", "memory"),
     ("models", "rewards"),
-    ("objectives",),
+    ("objectives", "demands"),
     ("neighbours",),
     ("weights", "checkpoint", "distributed", "update", "run_folder", "export", "comparison"),
     ("assembly", "training_log", "resuming"),

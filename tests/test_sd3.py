@@ -8,7 +8,7 @@ from typing import Any, Literal
 import pytest
 import torch
 
-from adapters import train_stand_in, updated_once, velocities_by_row
+from adapters import checkpointing_keeps_gradients, train_stand_in, updated_once, velocities_by_row
 from flowcredit.errors import InputError
 from flowcredit.export import export_weights
 from flowcredit.models.loading import load_model
@@ -145,22 +145,9 @@ def test_autocast_and_a_base_in_bfloat16_stay_close(folder: Path) -> None:
             assert 1e-4 < (v - reduced).norm() / v.norm() < 0.05
 
 
-def test_gradient_checkpointing_keeps_every_gradient(folder: Path) -> None:
-    model = load_tiny_sd3(folder)
-    prepare_weights(model.network, "lora", rank=2, targets=model.lora_targets)
-    x = model.initial_noise(2, torch.Generator().manual_seed(0))
-    cond = model.encode(PROMPTS)
-    runs: list[int] = []
-    model.pipeline.transformer.transformer_blocks[0].register_forward_pre_hook(lambda *_: runs.append(1))
-    gradients = []
-    for enabled in (False, True):
-        model.set_gradient_checkpointing(enabled)
-        model.network.zero_grad()
-        model.velocity(x, torch.tensor([0.8, 0.4]), cond).square().mean().backward()
-        gradients.append({n: p.grad for n, p in model.network.named_parameters() if p.grad is not None})
-    assert len(runs) == 3, "the block did not run again in the backward pass"
-    for name, gradient in gradients[0].items():
-        torch.testing.assert_close(gradients[1][name], gradient, msg=name)
+@pytest.mark.parametrize("method", ["lora", "full"])
+def test_gradient_checkpointing_keeps_every_gradient(folder: Path, method: Literal["full", "lora"]) -> None:
+    checkpointing_keeps_gradients(load_tiny_sd3(folder), method, PROMPTS)
 
 
 @pytest.mark.parametrize("t5", [True, False])

@@ -9,14 +9,16 @@ import torch
 from torch import Tensor
 
 from flowcredit import algorithms, time_grid
-from flowcredit.config import GridSettings, Recipe, RewardSettings, WatchedReward
+from flowcredit.config import GridSettings, Recipe, WatchedReward
+from flowcredit.demands import check_prompts
 from flowcredit.errors import InputError
 from flowcredit.interfaces import FlowModel, Reward
+from flowcredit.models.compiling import compile_network
 from flowcredit.models.loading import PipelineFlow, load_model
 from flowcredit.noise_table import read_noise_table
 from flowcredit.prompts import PromptSet, check_group_by, load_prompts
 from flowcredit.rewards.loading import load_reward
-from flowcredit.scoring import check_columns
+from flowcredit.rewards.waiting import waiting
 from flowcredit.shapes import bundled_path
 from flowcredit.transition import Kernel, make_kernel
 from flowcredit.weights import adapter_disabled, prepare_weights, reference_copy, weights_replaced
@@ -52,12 +54,12 @@ def assemble(recipe: Recipe) -> Setup:
     train_prompts = load_prompts(recipe.prompts.train, recipe.prompts.column)
     heldout = load_prompts(recipe.prompts.heldout, recipe.prompts.column)
     check_group_by(heldout, recipe.evaluation.group_by)
+    rewards, watched = build_rewards(recipe, recipe.rewards), build_rewards(recipe, recipe.watch)
+    check_prompts(rewards, train_prompts, recipe.scoring.on_error)
+    check_prompts({**rewards, **watched}, heldout, recipe.scoring.on_error)
     model = build_model(recipe)
-    rewards = build_rewards(recipe.rewards, model.device)
-    watched = build_rewards(recipe.watch, model.device)
-    check_columns(rewards, train_prompts.columns, train_prompts.source)
-    check_columns({**rewards, **watched}, heldout.columns, heldout.source)
     grid = build_grid(recipe.grid, model, recipe.algorithm.num_steps)
+    chosen = recipe.evaluation.prompts
     return Setup(
         recipe,
         model,
@@ -67,7 +69,7 @@ def assemble(recipe: Recipe) -> Setup:
         rewards,
         watched,
         train_prompts,
-        heldout.take(range(min(len(heldout), recipe.evaluation.prompts))),
+        heldout if len(heldout) <= chosen else heldout.take(range(chosen)),
         build_reference(recipe, model),
     )
 
@@ -117,6 +119,9 @@ def build_model(recipe: Recipe) -> PipelineFlow:
         negative_prompt=settings.negative_prompt,
         text_cache_folder=settings.text_cache,
         lora=settings.lora,
+        offload=settings.offload,
+        vae_slicing=settings.vae_slicing,
+        vae_tiling=settings.vae_tiling,
     )
     prepare_weights(
         model.network,
@@ -128,14 +133,19 @@ def build_model(recipe: Recipe) -> PipelineFlow:
     )
     if train.gradient_checkpointing:
         model.set_gradient_checkpointing(True)
+    if settings.compile:
+        compile_network(model.network, model.device)
     return model
 
 
-def build_rewards(
-    settings: tuple[RewardSettings, ...] | tuple[WatchedReward, ...], device: torch.device
-) -> dict[str, Reward]:
-    """Rewards by name, in the recipe's order."""
-    return {reward.name: load_reward(reward.name, reward.options, device) for reward in settings}
+def build_rewards(recipe: Recipe, chosen: Sequence[WatchedReward]) -> dict[str, Reward]:
+    """Rewards of a recipe by name, in its order; where it says so, with networks that wait on the CPU."""
+    device = device_of(recipe.model.device)
+    rewards = {}
+    for reward in chosen:
+        loaded = load_reward(reward.name, reward.options, device)
+        rewards[reward.name] = waiting(loaded, device) if recipe.scoring.offload else loaded
+    return rewards
 
 
 def build_grid(settings: GridSettings, model: FlowModel, num_steps: int) -> Tensor:

@@ -59,6 +59,23 @@ class ModelSettings(Section):
     all runs; none by default. FLUX.1-dev's take 4 MB a prompt."""
     decode_batch_size: Count = 8
     """Latents decoded to images at once; 8, chosen for memory."""
+    offload: tuple[Literal["text_encoders", "vae"], ...] = ()
+    """Parts that wait in the CPU's memory and are on the device only while they work: the text encoders while
+    they read prompts that `text_cache` does not hold, the VAE while it decodes; none by default."""
+    vae_slicing: Flag = False
+    """Let the VAE decode the images of a batch one after the other (diffusers' enable_slicing): less memory,
+    the same images up to rounding; off."""
+    vae_tiling: Flag = False
+    """Let the VAE decode large images in tiles that are blended (diffusers' enable_tiling): less memory, and
+    images that are no longer quite the same; off."""
+    compile: Flag = False
+    """Compile the trained network (torch.compile), in rollout, training and evaluation alike: the first calls
+    take minutes, later ones less time; off. Its rounding differs from that of the network as it is."""
+
+    @model_validator(mode="after")
+    def _each_part_once(self) -> "ModelSettings":
+        refuse_repeats("offload", self.offload)
+        return self
 
 
 class PromptSettings(Section):
@@ -147,6 +164,8 @@ class ScoringSettings(Section):
     (never 0 instead)."""
     timeout_s: Annotated[Number, Field(gt=0, le=86400)] | None = None
     """Seconds after which a call of a reward counts as failed; no limit by default."""
+    offload: Flag = False
+    """Let each reward's networks wait in the CPU's memory and be on the device only while they score; off."""
 
 
 class TrainSettings(Section):

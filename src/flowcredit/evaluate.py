@@ -138,14 +138,14 @@ def evaluate_command(
     every score, as JSON; with several numbers of steps an object of them. Raises InputError as `evaluate`
     does, and for a run that has no finished iteration.
     """
-    from flowcredit.assembly import build_grid, build_model, build_rewards, device_of
+    from flowcredit.assembly import build_grid, build_model, build_rewards
+    from flowcredit.demands import check_prompts
     from flowcredit.evaluation_files import to_json
     from flowcredit.run_folder import write_text
 
     heldout = load_prompts(recipe.prompts.heldout, recipe.prompts.column)
-    device = device_of(recipe.model.device)
-    rewards = {**build_rewards(recipe.rewards, device), **build_rewards(recipe.watch, device)}
-    check_columns(rewards, heldout.columns, heldout.source)
+    rewards = {**build_rewards(recipe, recipe.rewards), **build_rewards(recipe, recipe.watch)}
+    check_prompts(rewards, heldout, recipe.scoring.on_error)
     model = build_model(recipe)
     chosen = tuple(dict.fromkeys(num_steps)) or (recipe.evaluation.num_steps or recipe.algorithm.num_steps,)
     total = min(len(heldout), recipe.evaluation.prompts) * sum(chosen)

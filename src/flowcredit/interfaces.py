@@ -3,7 +3,7 @@
 Axes: B samples, P prompts, *D latent dimensions, H and W image height and width in pixels.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -68,4 +68,25 @@ class ReadsLimitedText(Protocol):
 
     def truncated(self, prompts: Sequence[str]) -> int:
         """How many prompts lose words to it."""
+        ...
+
+
+@runtime_checkable
+class HoldsModules(Protocol):
+    """A reward that computes with networks of torch: what can be moved off the device while it waits.
+
+    A reward that is a ``torch.nn.Module`` itself is one.
+    """
+
+    def modules(self) -> Iterable[torch.nn.Module]:
+        """The networks, with all their weights; frozen."""
+        ...
+
+
+@runtime_checkable
+class ChecksPrompts(Protocol):
+    """A reward that cannot score every prompt, and can tell before anything is drawn."""
+
+    def refusal(self, prompt: str, columns: Mapping[str, Any]) -> str | None:
+        """Why a prompt, with the values of its row's other columns, cannot be scored; None if it can."""
         ...

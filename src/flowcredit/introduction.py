@@ -6,6 +6,7 @@ from rich.console import Console
 
 from flowcredit.assembly import Setup
 from flowcredit.interfaces import ReadsLimitedText
+from flowcredit.rewards.waiting import itself
 from flowcredit.weights import trainable_parameters
 
 
@@ -36,8 +37,9 @@ def introduce(setup: Setup, run_dir: Path, console: Console) -> None:
         console.print(prompts.describe(), highlight=False, soft_wrap=True)
         readers = {f"text encoder {name}": n for name, n in setup.model.truncated(prompts.prompts).items()}
         for name, reward in {**setup.rewards, **setup.watched}.items():
-            if isinstance(reward, ReadsLimitedText):
-                readers[f"reward {name}"] = reward.truncated(prompts.prompts)
+            reads = itself(reward)
+            if isinstance(reads, ReadsLimitedText):
+                readers[f"reward {name}"] = reads.truncated(prompts.prompts)
         for reader, cut in readers.items():
             if cut:
                 share = f"{cut} of {len(prompts)} prompts ({cut / len(prompts):.0%})"

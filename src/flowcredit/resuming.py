@@ -16,6 +16,7 @@ MAY_CHANGE = (
     "checkpoint.",
     "evaluation.every",
     "logging.",
+    "model.offload",
     "rollout.",
     "scoring.",
 )

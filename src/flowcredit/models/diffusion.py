@@ -156,7 +156,7 @@ class DiffusionFlow:
     @torch.no_grad()
     def encode(self, prompts: Sequence[str]) -> Conditioning:
         """Prompts to ``prompt_embeds`` [P, L, E], in their order."""
-        return encode_prompts(self._encode_batch, prompts, self.settings)
+        return encode_prompts(self._encode_batch, prompts, self.pipeline, self.settings)
 
     def _encode_batch(self, prompts: list[str]) -> Conditioning:
         with quiet_libraries():
@@ -208,7 +208,8 @@ class DiffusionFlow:
         return decode_in_batches(
             lambda rows: decode_latents(self.pipeline.vae, rows * scale),
             x0,
-            self.settings.decode_batch_size,
+            self.pipeline,
+            self.settings,
         )
 
     def time_grid(self, num_steps: int) -> Tensor:

@@ -84,7 +84,7 @@ class FluxFlow:
     @torch.no_grad()
     def encode(self, prompts: Sequence[str]) -> Conditioning:
         """Prompts to ``prompt_embeds`` [P, L, T5 width] and ``pooled`` [P, CLIP width], in their order."""
-        return encode_prompts(self._encode_batch, prompts, self.settings)
+        return encode_prompts(self._encode_batch, prompts, self.pipeline, self.settings)
 
     def _encode_batch(self, prompts: list[str]) -> Conditioning:
         pipeline = self.pipeline
@@ -146,7 +146,7 @@ class FluxFlow:
 
     def decode(self, x0: Tensor) -> Tensor:
         """[B, S, 4C] to [B, 3, H, W] float32 in [0, 1], ``decode_batch_size`` images at a time."""
-        return decode_in_batches(self._decode_batch, x0, self.settings.decode_batch_size)
+        return decode_in_batches(self._decode_batch, x0, self.pipeline, self.settings)
 
     def _decode_batch(self, x0: Tensor) -> Tensor:
         latents = unpack_latents(x0, self._latent_height, self._latent_width)

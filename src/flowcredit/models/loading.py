@@ -66,6 +66,9 @@ def load_model(
     negative_prompt: str = "",
     text_cache_folder: str | Path | None = None,
     lora: str | Path | None = None,
+    offload: Sequence[str] = (),
+    vae_slicing: bool = False,
+    vae_tiling: bool = False,
 ) -> PipelineFlow:
     """Load a pipeline folder as written by diffusers' ``save_pretrained``; no network access.
 
@@ -75,21 +78,15 @@ def load_model(
     that of the network: float32 unless only a LoRA on it is trained. ``autocast`` is the type that
     ``velocity`` computes in. ``text_cache_folder`` is where prompt embeddings are kept, if anywhere.
     ``lora`` is a LoRA's folder or file in diffusers' layout, added to the weights before anything else.
+    ``offload`` names parts that stay on the CPU while they do nothing: "text_encoders", "vae".
+    ``vae_slicing`` and ``vae_tiling`` are diffusers' own.
     Everything is frozen and in eval mode; ``weights.prepare_weights`` chooses what is trained.
 
-    Raises InputError for a folder that is missing or incomplete, a pipeline class without an
-    adapter, or a size that the model cannot make.
+    Raises InputError for a folder that is missing or incomplete, weights that are missing, unknown or of
+    another shape, a pipeline class without an adapter, or a size that the model cannot make.
     """
     folder = Path(path)
-    index = _read_index(folder)
-    name = str(index.get("_class_name"))
-    if name not in ADAPTERS:
-        raise InputError(
-            f"{folder / 'model_index.json'}: pipeline class {name!r} has no adapter; "
-            f"expected one of {', '.join(sorted(ADAPTERS))}"
-        )
-    _check_components(folder, index)
-    module, _, attribute = ADAPTERS[name].partition(":")
+    module, _, attribute = _adapter_for(folder).partition(":")
     with quiet_libraries():
         from flowcredit.models.pipelines import PipelineSettings
 
@@ -107,10 +104,26 @@ def load_model(
             autocast=autocast,
             lora=None if lora is None else Path(lora),
             text_cache=cache,
+            offload=frozenset(offload),
+            vae_slicing=vae_slicing,
+            vae_tiling=vae_tiling,
         )
         adapter = getattr(importlib.import_module(module), attribute)
         model: PipelineFlow = adapter.from_folder(folder, settings)
     return model
+
+
+def _adapter_for(folder: Path) -> str:
+    """The entry of ADAPTERS for a folder, whose parts are all there."""
+    index = _read_index(folder)
+    name = str(index.get("_class_name"))
+    if name not in ADAPTERS:
+        raise InputError(
+            f"{folder / 'model_index.json'}: pipeline class {name!r} has no adapter; "
+            f"expected one of {', '.join(sorted(ADAPTERS))}"
+        )
+    _check_components(folder, index)
+    return ADAPTERS[name]
 
 
 def _cache(root: str | Path | None, folder: Path, *readings: object) -> "TextCache | None":

@@ -6,7 +6,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from flowcredit.models.compiling import as_written
 from flowcredit.models.loading import PipelineFlow
+from flowcredit.models.places import at_work
 from flowcredit.quiet import quiet_libraries
 
 if TYPE_CHECKING:
@@ -63,6 +65,8 @@ def pipeline_images(
     special = ARGUMENTS[type(pipeline).__name__](settings, len(prompts))
     with (
         quiet_libraries(),
+        as_written(),
+        at_work(pipeline, settings, "text_encoders", "vae"),
         torch.autocast(settings.device.type, dtype=settings.autocast, enabled=settings.autocast is not None),
     ):
         images: Tensor = pipeline(

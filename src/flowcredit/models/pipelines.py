@@ -9,7 +9,6 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +22,8 @@ from torch import Tensor
 
 from flowcredit.errors import InputError
 from flowcredit.interfaces import Conditioning
+from flowcredit.models.parts import load_modules, not_loadable
+from flowcredit.models.places import at_work, divide_decoding, settle
 from flowcredit.models.text_cache import TextCache
 from flowcredit.time_grid import check_grid
 
@@ -62,6 +63,9 @@ class PipelineSettings:
     autocast: torch.dtype | None
     text_cache: TextCache | None
     lora: Path | None
+    offload: frozenset[str] = frozenset()
+    vae_slicing: bool = False
+    vae_tiling: bool = False
 
     @property
     def guided(self) -> bool:
@@ -87,18 +91,14 @@ def load_pipeline(
 
     ``part`` names the trained network, ``absent`` the parts that are not to be loaded. They stay in eval
     mode: dropout would move the on-policy ratio away from 1.
-    Raises InputError for files that are missing, damaged or do not fit their config.
+    Raises InputError for files that are missing, damaged or do not fit their config, and for a VAE that
+    cannot decode as the settings ask.
     """
+    modules = load_modules(kind, folder, {part: settings.network_dtype}, settings.dtype, absent)
     try:
-        pipeline = kind.from_pretrained(
-            folder,
-            dtype={"default": settings.dtype, part: settings.network_dtype},
-            local_files_only=True,
-            **dict.fromkeys(absent),
-        )
-    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
-        reason = str(error).strip().splitlines()[0]
-        raise InputError(f"model {folder}: not loadable as a {kind.__name__}: {reason}") from error
+        pipeline = kind.from_pretrained(folder, local_files_only=True, **modules, **dict.fromkeys(absent))
+    except (OSError, ValueError, RuntimeError) as error:
+        raise InputError(not_loadable(folder, kind, error)) from error
     if settings.lora is not None:
         _fuse_lora(pipeline, settings.lora)
     for component in pipeline.components.values():
@@ -106,7 +106,9 @@ def load_pipeline(
             component.requires_grad_(False).eval()
     if settings.autocast is not None:
         _use_up_norm_warning()
-    return pipeline.to(settings.device)
+    divide_decoding(pipeline, settings)
+    settle(pipeline, settings)
+    return pipeline
 
 
 def _fuse_lora(pipeline: Any, lora: Path) -> None:
@@ -175,14 +177,22 @@ def _check_size(name: str, pixels: int, unit: int) -> None:
 def encode_prompts(
     encode: Callable[[list[str]], Conditioning],
     prompts: Sequence[str],
+    pipeline: Any,
     settings: PipelineSettings,
     size: int = ENCODE_BATCH,
 ) -> Conditioning:
-    """``encode`` on ``size`` prompts at a time, joined along the rows; through the cache if there is one."""
+    """``encode`` on ``size`` prompts at a time, joined along the rows; through the cache if there is one.
+
+    The pipeline's text encoders are on the device while ``encode`` reads.
+    """
+
+    def read(chosen: Sequence[str]) -> Conditioning:
+        with at_work(pipeline, settings, "text_encoders"):
+            return _encode_in_batches(encode, chosen, size)
+
     if settings.text_cache is None:
-        return _encode_in_batches(encode, prompts, size)
-    whole = partial(_encode_in_batches, encode, size=size)
-    return settings.text_cache.through(whole, prompts, settings.device)
+        return read(prompts)
+    return settings.text_cache.through(read, prompts, settings.device)
 
 
 def _encode_in_batches(
@@ -276,10 +286,16 @@ def latent_noise(shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
 
 
 @torch.no_grad()
-def decode_in_batches(decode: Callable[[Tensor], Tensor], x0: Tensor, size: int) -> Tensor:
-    """[B, *D] to [B, 3, H, W] float32 in [0, 1], ``size`` rows at a time; ``decode`` gives -1 to 1."""
-    images = [(decode(rows).to(torch.float32) / 2 + 0.5).clamp(0.0, 1.0) for rows in x0.split(size)]
-    return torch.cat(images)
+def decode_in_batches(
+    decode: Callable[[Tensor], Tensor], x0: Tensor, pipeline: Any, settings: PipelineSettings
+) -> Tensor:
+    """[B, *D] to [B, 3, H, W] float32 in [0, 1], the settings' number of rows at a time.
+
+    ``decode`` gives -1 to 1, with the pipeline's VAE on the device.
+    """
+    with at_work(pipeline, settings, "vae"):
+        parts = [decode(rows).to(torch.float32) for rows in x0.split(settings.decode_batch_size)]
+    return torch.cat([(part / 2 + 0.5).clamp(0.0, 1.0) for part in parts])
 
 
 def decode_latents(vae: Any, latents: Tensor) -> Tensor:

@@ -102,7 +102,7 @@ class QwenImageFlow:
         Every row has ``max_sequence_length`` tokens, padding included, so that a prompt's text does not
         depend on the longest beside it.
         """
-        return encode_prompts(self._encode_batch, prompts, self.settings, PROMPTS_AT_ONCE)
+        return encode_prompts(self._encode_batch, prompts, self.pipeline, self.settings, PROMPTS_AT_ONCE)
 
     def _encode_batch(self, prompts: list[str]) -> Conditioning:
         with quiet_libraries():
@@ -156,7 +156,7 @@ class QwenImageFlow:
 
     def decode(self, x0: Tensor) -> Tensor:
         """[B, S, 4C] to [B, 3, H, W] float32 in [0, 1], ``decode_batch_size`` images at a time."""
-        return decode_in_batches(self._decode_batch, x0, self.settings.decode_batch_size)
+        return decode_in_batches(self._decode_batch, x0, self.pipeline, self.settings)
 
     def _decode_batch(self, x0: Tensor) -> Tensor:
         vae = self.pipeline.vae

@@ -95,7 +95,7 @@ class SD3Flow:
     @torch.no_grad()
     def encode(self, prompts: Sequence[str]) -> Conditioning:
         """Prompts to ``prompt_embeds`` [P, L, E] and ``pooled`` [P, both CLIPs' widths], in their order."""
-        return encode_prompts(self._encode_batch, prompts, self.settings)
+        return encode_prompts(self._encode_batch, prompts, self.pipeline, self.settings)
 
     def _encode_batch(self, prompts: list[str]) -> Conditioning:
         # The pipeline logs what it cuts off; ``truncated`` tells it once for the whole set.
@@ -144,7 +144,7 @@ class SD3Flow:
     def decode(self, x0: Tensor) -> Tensor:
         """[B, C, h, w] to [B, 3, H, W] float32 in [0, 1], ``decode_batch_size`` images at a time."""
         return decode_in_batches(
-            lambda rows: decode_latents(self.pipeline.vae, rows), x0, self.settings.decode_batch_size
+            lambda rows: decode_latents(self.pipeline.vae, rows), x0, self.pipeline, self.settings
         )
 
     def time_grid(self, num_steps: int) -> Tensor:

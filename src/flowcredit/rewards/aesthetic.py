@@ -32,6 +32,10 @@ class Aesthetic:
             scores: Tensor = self.head(embedding)
         return scores.squeeze(-1)
 
+    def modules(self) -> tuple[nn.Module, ...]:
+        """The networks, for `interfaces.HoldsModules`."""
+        return (*self.clip.modules(), self.head)
+
 
 def load_aesthetic(path: str, head: str, device: torch.device) -> Aesthetic:
     """Load the predictor from local files.

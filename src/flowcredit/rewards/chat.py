@@ -94,6 +94,11 @@ class ChatJudge:
         with ThreadPoolExecutor(self.concurrency, thread_name_prefix="judge") as pool:
             return settle(list(pool.map(self._judge, questions, encode_images(images))))
 
+    def refusal(self, prompt: str, columns: Mapping[str, Any]) -> str | None:
+        """For `interfaces.ChecksPrompts`: a column of the question that a row leaves empty, None if none."""
+        empty = [name for name in _FIELD.findall(self.template) if name != "prompt" and columns[name] is None]
+        return f"its question needs the column {empty[0]!r}, which is empty here" if empty else None
+
     def _judge(self, question: str, png: str) -> Outcome:
         picture = {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{png}"}}
         body = {

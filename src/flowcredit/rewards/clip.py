@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from flowcredit.errors import InputError
 from flowcredit.quiet import quiet_libraries
-from flowcredit.rewards.files import listed, read_json
+from flowcredit.rewards.files import loading_fault, read_json
 from flowcredit.rewards.preprocessing import read_preprocessing
 from flowcredit.shapes import bundled_path
 
@@ -43,6 +43,10 @@ class ClipScore:
         """How many of the prompts are longer than the context, so that their end is not scored."""
         lengths = (len(ids) for ids in self.tokenizer(list(prompts))["input_ids"])
         return sum(length > self.context for length in lengths)
+
+    def modules(self) -> tuple[nn.Module, ...]:
+        """The network, for `interfaces.HoldsModules`."""
+        return (self.model,)
 
     def embed_images(self, images: Tensor) -> Tensor:
         """[B, 3, H, W] in [0, 1] to [B, E] float32 of length one."""
@@ -108,12 +112,9 @@ def load_clip_model(folder: Path) -> Any:
             model, report = CLIPModel.from_pretrained(folder, local_files_only=True, output_loading_info=True)
     except (OSError, ValueError, RuntimeError) as error:
         raise InputError(_incomplete(folder, str(error).splitlines()[0])) from error
-    # What is missing would be drawn at random. Old versions also saved the numbers of the positions.
-    missing = sorted(report["missing_keys"])
-    extra = sorted(key for key in report["unexpected_keys"] if not key.endswith("position_ids"))
-    for names, fault in ((missing, "missing"), (extra, "unknown")):
-        if names:
-            raise InputError(_incomplete(folder, f"{listed(names)} {fault}"))
+    fault = loading_fault(report)
+    if fault is not None:
+        raise InputError(_incomplete(folder, fault))
     return model
 
 

@@ -6,6 +6,7 @@ followed, since they would carry the token elsewhere and often lead to a page fo
 
 import ipaddress
 import json
+import ssl
 import time
 import urllib.request
 from collections.abc import Mapping
@@ -116,6 +117,11 @@ def _exchange(request: urllib.request.Request, timeout_s: float) -> bytes:
     except URLError as error:
         if isinstance(error.reason, TimeoutError):
             raise ServiceError(f"no connection within {timeout_s:g} seconds") from None
+        if isinstance(error.reason, ssl.SSLCertVerificationError):
+            raise ServiceError(
+                f"its certificate is not trusted: {error.reason.verify_message}; name a file with that of its"
+                " authority in the environment variable SSL_CERT_FILE"
+            ) from None
         raise _Transient(_reason(error.reason)) from None
     except (OSError, HTTPException) as error:
         raise _Transient(_reason(error)) from None

@@ -167,6 +167,21 @@ def need_module(name: str, reward: str, extra: str) -> ModuleType:
         ) from error
 
 
+def loading_fault(report: Mapping[str, Any]) -> str | None:
+    """What is wrong by the report of transformers' ``from_pretrained``: weights missing or unknown; or None.
+
+    What is missing would be drawn at random.
+    """
+    # Older versions also saved the numbers of the positions, and detectors count batches that no one reads.
+    uncounted = ("position_ids", "num_batches_tracked")
+    missing = sorted(report["missing_keys"])
+    extra = sorted(key for key in report["unexpected_keys"] if not key.endswith(uncounted))
+    for names, fault in ((missing, "missing"), (extra, "unknown")):
+        if names:
+            return f"{listed(names)} {fault}"
+    return None
+
+
 def listed(names: Collection[str]) -> str:
     """The first few names and how many more, with the verb."""
     return f"{_few(names)} {'is' if len(names) == 1 else 'are'}"

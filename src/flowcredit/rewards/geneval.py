@@ -19,7 +19,8 @@ from flowcredit.errors import InputError
 from flowcredit.image_grid import to_pixels
 from flowcredit.quiet import quiet_libraries
 from flowcredit.rewards.clip import ClipScore, load_clip_score
-from flowcredit.rewards.geneval_rules import Found, Objects, degree, is_right, read_wanted
+from flowcredit.rewards.files import loading_fault
+from flowcredit.rewards.geneval_rules import Found, Objects, Wanted, degree, is_right, read_wanted
 
 CONFIDENCE, COUNTING_CONFIDENCE = 0.3, 0.9
 """Least confidence of an object, and for the tag "counting", as GenEval has them."""
@@ -64,13 +65,7 @@ class GenEvalReward:
         include: Sequence[Mapping[str, Any]],
         exclude: Sequence[Mapping[str, Any]],
     ) -> float:
-        wanted, unwanted = read_wanted(include, "include"), read_wanted(exclude, "exclude")
-        if not wanted:
-            raise ValueError("include is empty: expected at least one object")
-        known = set(self.labels.values())
-        for entry in (*wanted, *unwanted):
-            if DETECTOR_NAMES.get(entry.name, entry.name) not in known:
-                raise ValueError(f"the detector knows no {entry.name!r}; it knows {', '.join(sorted(known))}")
+        wanted, unwanted = self._wanted(include, exclude)
         objects = self._objects(image, confidence)
 
         def colors_of(name: str, found: Sequence[Found]) -> Sequence[str]:
@@ -79,6 +74,34 @@ class GenEvalReward:
         if self.graded:
             return degree(wanted, objects, colors_of)
         return float(is_right(wanted, unwanted, objects, colors_of))
+
+    def _wanted(
+        self, include: Sequence[Mapping[str, Any]], exclude: Sequence[Mapping[str, Any]]
+    ) -> tuple[tuple[Wanted, ...], tuple[Wanted, ...]]:
+        """A row of GenEval's metadata; ValueError where it is not of its format or not of this detector."""
+        wanted, unwanted = read_wanted(include, "include"), read_wanted(exclude, "exclude")
+        if not wanted:
+            raise ValueError("include is empty: expected at least one object")
+        known = set(self.labels.values())
+        for entry in (*wanted, *unwanted):
+            if DETECTOR_NAMES.get(entry.name, entry.name) not in known:
+                raise ValueError(f"the detector knows no {entry.name!r}; it knows {', '.join(sorted(known))}")
+        return wanted, unwanted
+
+    def refusal(self, prompt: str, columns: Mapping[str, Any]) -> str | None:
+        """For `interfaces.ChecksPrompts`: what is wrong with a row's metadata, None if nothing is."""
+        include = columns.get("include")
+        if not isinstance(include, Sequence) or isinstance(include, str):
+            return f"include is {include!r}; expected a list of objects, as in GenEval's metadata"
+        try:
+            self._wanted(include, columns.get("exclude") or ())
+        except (ValueError, TypeError) as error:
+            return str(error)
+        return None
+
+    def modules(self) -> tuple[nn.Module, ...]:
+        """The networks, for `interfaces.HoldsModules`."""
+        return (self.detector, *self.clip.modules())
 
     def _objects(self, image: Tensor, confidence: float) -> Objects:
         """By GenEval's names, the most confident first."""
@@ -126,7 +149,10 @@ def load_geneval(detector: str, clip: str, device: torch.device, graded: bool = 
     Raises:
         InputError: a folder that is no complete object detector or CLIP model.
     """
-    from transformers import AutoImageProcessor, AutoModelForObjectDetection
+    from transformers import AutoModelForObjectDetection
+
+    # From where it lies: at their top some versions of transformers let it pass only with torchvision.
+    from transformers.models.auto.image_processing_auto import AutoImageProcessor
 
     folder = Path(detector)
     if not (folder / "config.json").is_file():
@@ -139,8 +165,9 @@ def load_geneval(detector: str, clip: str, device: torch.device, graded: bool = 
             processor = AutoImageProcessor.from_pretrained(folder, local_files_only=True, backend="pil")
     except (OSError, ValueError, RuntimeError, ImportError) as error:
         raise InputError(_no_detector(folder, str(error).strip().splitlines()[0])) from error
-    if report["missing_keys"]:
-        raise InputError(_no_detector(folder, f"{min(report['missing_keys'])} is missing"))
+    fault = loading_fault(report)
+    if fault is not None:
+        raise InputError(_no_detector(folder, fault))
     labels = {int(number): name for number, name in model.config.id2label.items()}
     ready = model.float().to(device).eval().requires_grad_(False)
     return GenEvalReward(ready, processor, labels, load_clip_score(clip, device), graded, device)

@@ -73,6 +73,10 @@ class ImageReward:
         """How many of the prompts are longer than `CONTEXT`, so that their end is not scored."""
         return sum(len(ids) > CONTEXT for ids in self.tokenizer(list(prompts))["input_ids"])
 
+    def modules(self) -> tuple[nn.Module, ...]:
+        """The networks, for `interfaces.HoldsModules`."""
+        return (self.vision, self.text, self.head)
+
 
 def load_image_reward(path: str, tokenizer: str, device: torch.device) -> ImageReward:
     """Load ImageReward from local files.

@@ -10,7 +10,7 @@ Axes: B images, H and W image height and width.
 """
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -48,6 +48,10 @@ class OcrReward:
             [self._agreement(target, line) for target, line in zip(targets, found, strict=True)]
         )
 
+    def refusal(self, prompt: str, columns: Mapping[str, Any]) -> str | None:
+        """For `interfaces.ChecksPrompts`: that a row asks for no text, None if it does."""
+        return _fault(prompt, columns.get("text"))
+
     def _agreement(self, target: str, found: str) -> float:
         wrong = 0 if target in found else min(self.distance(found, target), len(target))
         return 1.0 - wrong / len(target)
@@ -55,16 +59,26 @@ class OcrReward:
 
 def target_text(prompt: str, text: object = None) -> str:
     """The text asked for, without spaces and capitals; InputError if there is none."""
+    fault = _fault(prompt, text)
+    if fault is not None:
+        raise InputError(f"reward 'ocr': {fault}")
+    return _asked_for(prompt, text)
+
+
+def _fault(prompt: str, text: object) -> str | None:
     if text is not None and not isinstance(text, str):
-        raise InputError(f"reward 'ocr': the column 'text' holds {text!r}; expected the words to be written")
-    quoted = _QUOTED.search(prompt)
-    words = text if text is not None else (quoted[1] or quoted[2] or "") if quoted else ""
-    if not (target := _plain(words)):
-        raise InputError(
-            f"reward 'ocr': nothing to be written in the prompt {prompt!r}; expected words in double quotes "
-            "in it, or in the column 'text'"
+        return f"the column 'text' holds {text!r}; expected the words to be written"
+    if not _asked_for(prompt, text):
+        return (
+            f"nothing to be written in the prompt {prompt!r}; expected words in double quotes in it, or in"
+            " the column 'text'"
         )
-    return target
+    return None
+
+
+def _asked_for(prompt: str, text: object) -> str:
+    quoted = _QUOTED.search(prompt)
+    return _plain(str(text) if text is not None else (quoted[1] or quoted[2] or "") if quoted else "")
 
 
 def load_ocr(device: torch.device) -> OcrReward:

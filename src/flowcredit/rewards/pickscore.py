@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from flowcredit.rewards.clip import ClipScore, clip_score, load_clip_model
 from flowcredit.rewards.preprocessing import read_preprocessing
@@ -34,6 +34,10 @@ class PickScore:
     def truncated(self, prompts: Sequence[str]) -> int:
         """How many of the prompts are longer than the text encoder's context."""
         return self.clip.truncated(prompts)
+
+    def modules(self) -> tuple[nn.Module, ...]:
+        """The network, for `interfaces.HoldsModules`."""
+        return self.clip.modules()
 
 
 def load_pickscore(path: str, device: torch.device, processor: str | None = None) -> PickScore:
