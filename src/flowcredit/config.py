@@ -338,6 +338,16 @@ class Recipe(Section):
         return self
 
     @model_validator(mode="after")
+    def _noise_is_there(self) -> "Recipe":
+        if not self.algorithm.takes_noise:
+            for name in ("kl_weight", "ratio", "step_weights"):
+                value, off = getattr(self.train, name), TrainSettings.model_fields[name].default
+                if value != off:
+                    found = f"{value!r} is for stochastic steps, but {self.algorithm.name} takes none"
+                    refuse(f"train.{name}", found, f"{off}")
+        return self
+
+    @model_validator(mode="after")
     def _rewards_differ(self) -> "Recipe":
         trained = tuple(reward.name for reward in self.rewards)
         refuse_repeats("rewards", trained)
