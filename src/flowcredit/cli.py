@@ -246,6 +246,13 @@ def plan(source: RecipeOrRun, overrides: Overrides = None) -> None:
     typer.echo(f"\n{'cost':<24} {'a prompt':>12} {'an iteration':>14}   ({prompts} prompts an iteration)")
     for name, cost in costs.items():
         typer.echo(f"{name:<24} {cost:>12,} {cost * prompts:>14,}")
+    first = min(settings.train.iterations, 1000)
+    evaluations = {method.plan_at(iteration).velocity_evaluations for iteration in range(first)}
+    if len(evaluations) > 1:
+        typer.echo(
+            f"the tree is that of the first iteration; over the first {first:,} a prompt costs"
+            f" {min(evaluations):,} to {max(evaluations):,} velocity evaluations"
+        )
 
 
 @app.command()
