@@ -284,7 +284,7 @@ def _sections(kind: type[Section]) -> list[type[Section]]:
     found = [kind]
     for each in kind.__subclasses__():
         found += _sections(each)
-    return [each for each in found if each.__module__ == "flowcredit.config"]
+    return [each for each in found if each.__module__.startswith(("flowcredit.config", "flowcredit.methods"))]
 
 
 def _inside(annotation: Any) -> list[Any]:
