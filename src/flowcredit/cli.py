@@ -243,9 +243,6 @@ def plan(source: RecipeOrRun, overrides: Overrides = None) -> None:
     }
     if tree.trajectory_evaluations is not None:
         typer.echo(f"velocity evaluations for one trajectory: {tree.trajectory_evaluations}")
-    typer.echo(f"\n{'cost':<24} {'a prompt':>12} {'an iteration':>14}   ({prompts} prompts an iteration)")
-    for name, cost in costs.items():
-        typer.echo(f"{name:<24} {cost:>12,} {cost * prompts:>14,}")
     first = min(settings.train.iterations, 1000)
     evaluations = {method.plan_at(iteration).velocity_evaluations for iteration in range(first)}
     if len(evaluations) > 1:
@@ -253,6 +250,9 @@ def plan(source: RecipeOrRun, overrides: Overrides = None) -> None:
             f"the tree is that of the first iteration; over the first {first:,} a prompt costs"
             f" {min(evaluations):,} to {max(evaluations):,} velocity evaluations"
         )
+    typer.echo(f"\n{'cost':<24} {'a prompt':>12} {'an iteration':>14}   ({prompts} prompts an iteration)")
+    for name, cost in costs.items():
+        typer.echo(f"{name:<24} {cost:>12,} {cost * prompts:>14,}")
 
 
 @app.command()
