@@ -40,9 +40,7 @@ CASES: Mapping[str, Mapping[str, Any]] = {
     "dance_grpo": {"algorithm": {"name": "dance_grpo", "num_steps": 6, "group_size": 4}},
     "mix_grpo": {"algorithm": MIX},
     "mix_grpo random flash": {"algorithm": {**MIX, "window_order": "random", "finish_steps": 2}},
-    "tempflow_grpo": {
-        "algorithm": {"name": "tempflow_grpo", "num_steps": 5, "seeds": 2, "group_size": 3}
-    },
+    "tempflow_grpo": {"algorithm": {"name": "tempflow_grpo", "num_steps": 5, "seeds": 2, "group_size": 3}},
     "branch_grpo": {"algorithm": BRANCH},
     "branch_grpo pruned": {
         "algorithm": {**BRANCH, "pruned_depths": 1, "kept_leaves": 3, "iterations_per_depth": 1}

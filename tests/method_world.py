@@ -82,7 +82,10 @@ def gather(setup: Setup, iteration: int = 0) -> Experience:
 
 
 def learn(
-    setup: Setup, found: Experience, optimizer: torch.optim.Optimizer, after: Callable[[], None] = lambda: None
+    setup: Setup,
+    found: Experience,
+    optimizer: torch.optim.Optimizer,
+    after: Callable[[], None] = lambda: None,
 ) -> UpdateMetrics:
     return update_policy(
         setup.model, found.cond, found.sets, optimizer, setup.recipe.train, after, setup.reference

@@ -6,9 +6,6 @@ would change and writes nothing.
 
 import json
 import sys
-from pathlib import Path
-
-sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent.parent / "src")]
 
 from golden_methods import CASES, FILE, run
 

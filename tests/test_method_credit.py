@@ -28,7 +28,7 @@ ONE = torch.ones(1)
 
 
 class PublicTracker:
-    """How Flow-GRPO's released tracker describes itself: rewards gathered by prompt, one deviation for all."""
+    """Flow-GRPO's released tracker as it describes itself: rewards by prompt, one deviation for all."""
 
     def __init__(self, of_all: bool, ddof: int, eps: float) -> None:
         self.of_all, self.ddof, self.eps = of_all, ddof, eps
@@ -50,7 +50,9 @@ def test_flow_grpos_two_deviations(of_all: bool) -> None:
     )
     prompts = [f"prompt {p}" for p in range(3) for _ in range(4)]
     ours = normalise(rewards, "batch" if of_all else "group")
-    unbiased = PublicTracker(of_all, ddof=1, eps=0.0 if of_all else 1e-30)(prompts, rewards.flatten().tolist())
+    unbiased = PublicTracker(of_all, ddof=1, eps=0.0 if of_all else 1e-30)(
+        prompts, rewards.flatten().tolist()
+    )
     torch.testing.assert_close(ours.flatten(), torch.tensor(unbiased, dtype=torch.float64))
     # The released code divides by the population's deviation and 1e-4: larger by a known factor alone.
     public = PublicTracker(of_all, ddof=0, eps=1e-4)(prompts, rewards.flatten().tolist())
@@ -94,9 +96,7 @@ def test_a_branch_is_compared_with_those_of_its_seed() -> None:
 def test_stepwise_gains_are_compared_over_steps_and_trajectories() -> None:
     method = algorithms.stepwise_flow_grpo(StepwiseFlowGRPOSettings(num_steps=4, group_size=2))
     states = [[[0.5]], [[0.7, 0.4]], [[1.5, 0.9]], [[1.6, 0.8]]]  # shared start, then after steps 0, 1, 2
-    rewards = {
-        leaf: torch.tensor([state]) for leaf, state in zip(method.plan.scored, states, strict=True)
-    }
+    rewards = {leaf: torch.tensor([state]) for leaf, state in zip(method.plan.scored, states, strict=True)}
     found = credit_steps(method.plan, rewards, ONE, method.credit)
     gains = np.array([[0.2, -0.1], [0.8, 0.5], [0.1, -0.1]])
     expected = (gains - gains.mean()) / gains.std(ddof=1)
@@ -123,16 +123,14 @@ def test_a_states_reward_is_the_mean_of_the_leaves_below_it() -> None:
     for k, step in enumerate(plan.transitions):
         width = [2, 2, 4, 8][k]
         for prompt in range(2):
-            means = [
-                np.nanmean([float(leaf_rewards[0, prompt, leaf]) for leaf in below(width, sample)])
-                if any(not math.isnan(float(leaf_rewards[0, prompt, leaf])) for leaf in below(width, sample))
-                else NAN
-                for sample in range(width)
-            ]
-            known = [m for m in means if not math.isnan(m)]
-            expected = [
-                0.0 if math.isnan(m) else (m - np.mean(known)) / np.std(known, ddof=1) for m in means
-            ]
+            means: list[float | None] = []
+            for sample in range(width):
+                scores = [float(leaf_rewards[0, prompt, leaf]) for leaf in below(width, sample)]
+                scores = [score for score in scores if not math.isnan(score)]
+                means.append(sum(scores) / len(scores) if scores else None)
+            known = np.array([mean for mean in means if mean is not None])
+            middle, spread = float(known.mean()), float(known.std(ddof=1))
+            expected = [0.0 if mean is None else (mean - middle) / spread for mean in means]
             np.testing.assert_allclose(found[step][prompt].numpy(), expected, atol=1e-6)
     assert float(found[plan.transitions[3]][1, 3]) == 0.0
 
@@ -175,7 +173,10 @@ def turning_by_loops(table: list[list[float]]) -> list[list[float]]:
         falling = sorted(falling, key=lambda m: -m[0])[:keep]
     kept = {(row, k) for _, _, k, row in rising + falling}
     return [
-        [states[-1] - states[k] if (row, k) in kept else states[k + 1] - states[k] for k in range(len(states) - 1)]
+        [
+            states[-1] - states[k] if (row, k) in kept else states[k + 1] - states[k]
+            for k in range(len(states) - 1)
+        ]
         for row, states in enumerate(table)
     ]
 
@@ -227,10 +228,10 @@ def test_rounding_makes_no_turning_point_of_the_last_step() -> None:
 
 
 @given(
+    st.lists(st.lists(st.integers(-4, 4), min_size=5, max_size=5), min_size=2, max_size=7),
     st.lists(
-        st.lists(st.integers(-4, 4), min_size=5, max_size=5), min_size=2, max_size=7
+        st.lists(st.sampled_from([0.1, 0.2, 0.3, 0.7, 1.1]), min_size=5, max_size=5), min_size=7, max_size=7
     ),
-    st.lists(st.lists(st.sampled_from([0.1, 0.2, 0.3, 0.7, 1.1]), min_size=5, max_size=5), min_size=7, max_size=7),
 )
 def test_turning_points_are_those_of_the_loops(whole: list[list[int]], tenths: list[list[float]]) -> None:
     tables = [[[float(x) for x in row] for row in whole], tenths[: len(whole)]]
@@ -258,7 +259,7 @@ def test_turning_points_with_missing_scores() -> None:
     table = [[0.0, 1.0, NAN, 3.0], [0.0, 1.0, 2.0, NAN], [NAN, 1.0, 2.0, 3.0], [0.0, 2.0, 3.0, 4.0]]
     rewards, method = as_rewards([table], 3)
     found = torch.stack(list(turning_rewards(method.plan, rewards).values()))[:, 0, 0].T.tolist()
-    # The first knows its start, its end and step 0: it turns there. The second has no end, the third no start.
+    # The first knows its ends and step 0: it turns there. The second has no end, the third no start.
     expected = [[3.0, NAN, NAN], [1.0, 1.0, NAN], [NAN, 1.0, 1.0], [4.0, 1.0, 1.0]]
     np.testing.assert_array_equal(found, expected)
     credit = credit_steps(method.plan, rewards, ONE, method.credit)

@@ -163,7 +163,9 @@ def test_every_anchor_is_compared_with_all_neighbours_of_its_prompt() -> None:
 
 
 def test_anchors_are_drawn_for_each_prompt_and_iteration() -> None:
-    setup = world({"name": "neighbor_grpo", "num_steps": 5, "group_size": 6, "anchors": 2, "train_steps": [0, 3]})
+    setup = world(
+        {"name": "neighbor_grpo", "num_steps": 5, "group_size": 6, "anchors": 2, "train_steps": [0, 3]}
+    )
     seen = set()
     for iteration in range(12):
         found = gather(setup, iteration)
@@ -259,8 +261,6 @@ def test_a_plain_steps_gradient_is_as_large_as_its_length_over_its_noise() -> No
         torch.testing.assert_close(gradient(*each), NOISE.mean(2) / 5 * reach)
 
 
-
-
 def scheduled(**settings: Any) -> Tensor:
     """Ten steps of diffusers' scheduler for flows, as the pipeline of the model asks for them."""
     scheduler = FlowMatchEulerDiscreteScheduler(**settings)
@@ -277,7 +277,9 @@ def scheduled(**settings: Any) -> Tensor:
 )
 def test_weights_by_noise_are_tempflows_constants(grid: Tensor, eta: float, published: float) -> None:
     """Its code multiplies each term by std and 2.25 on SD3.5-M, 1.73 on FLUX.1-dev at 1024 pixels."""
-    weights = [each.options.weight for each, _ in steps_of("flow_sde", eta, grid, NOISE, step_weights="noise")]
+    weights = [
+        each.options.weight for each, _ in steps_of("flow_sde", eta, grid, NOISE, step_weights="noise")
+    ]
     assert sum(weights) / len(weights) == pytest.approx(1)
     sigmas = grid.tolist()
     for k, weight in enumerate(weights):

@@ -15,11 +15,7 @@ from flowcredit.methods import (
     METHODS,
     BranchGRPOSettings,
     DanceGRPOSettings,
-    FlowGRPOFastSettings,
-    MixGRPOSettings,
-    NeighborGRPOSettings,
     StepwiseFlowGRPOSettings,
-    TempFlowGRPOSettings,
 )
 from flowcredit.plan import Plan
 from method_world import PROMPTS, CountingMixture, gather, learn, world
@@ -113,15 +109,13 @@ def test_branch_grpo_is_the_published_tree() -> None:
     widths = [2] * 3 + [4] * 3 + [8] * 3 + [16] * 10
     assert [plan.width(i) for i in plan.transitions] == widths
     assert sum(widths) + 16 == 218 == plan.naive_velocity_evaluations
-    assert (218 + 1) / 16 == pytest.approx(13.68, abs=0.01)
+    assert pytest.approx(13.68, abs=0.01) == (218 + 1) / 16
     # A split needs one velocity for its children.
     assert plan.velocity_evaluations == 1 + sum(widths) == 203
     assert (plan.decodes, plan.trained_states) == (16, 203 - 16)
     correlations = {plan.segments[i].correlation for i in plan.transitions if plan.segments[i].fan_out == 2}
     assert correlations == {1 / 17}
-    assert all(
-        plan.segments[i].correlation == 0 for i in plan.transitions if plan.segments[i].fan_out == 1
-    )
+    assert all(plan.segments[i].correlation == 0 for i in plan.transitions if plan.segments[i].fan_out == 1)
     # The published pruning leaves out half of the late edges in the backward pass alone.
     for settings in ({"pruned_depths": 5}, {"kept_leaves": 8}):
         built = method("branch_grpo", **settings)
@@ -250,7 +244,12 @@ def test_dance_grpo_trains_a_share_that_seed_and_iteration_decide() -> None:
     # 400 draws with a chance of 0.6: 240, with a deviation of 10.
     assert all(190 < counts[step] < 290 for step in range(15))
     assert noisy(method("dance_grpo").plan) == list(range(15))
-    assert [DanceGRPOSettings(num_steps=t, step_share=0.6).trained_steps for t in (2, 3, 6, 11)] == [1, 1, 3, 6]
+    assert [DanceGRPOSettings(num_steps=t, step_share=0.6).trained_steps for t in (2, 3, 6, 11)] == [
+        1,
+        1,
+        3,
+        6,
+    ]
     # 57 % of 100 steps, though 100 * 0.57 is 56.99999999999999 in floating point.
     assert DanceGRPOSettings(num_steps=101, step_share=0.57).trained_steps == 57
 

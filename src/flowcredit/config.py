@@ -188,7 +188,8 @@ class TrainSettings(Section):
     dominates by its unit (G²RPO), or the `rewards` themselves, whose sum is then normalised."""
     kl_weight: NonNegative = 0.0
     """Weight β of the KL divergence of each trained step from the model before training; 0, none, as in
-    G²RPO (DenseGRPO and Flow-GRPO take 0.01 to 0.04)."""
+    G²RPO (Flow-GRPO takes 0.01 to 0.04 of a KL that is -dt times this, TempFlow-GRPO 0.001 to 0.004 of this).
+    """
     ratio: Literal["plain", "guarded"] = "plain"
     """The probability ratio as it is, or `guarded`: without its drift and on one scale for every step, with
     steps' gradients balanced (GRPO-Guard, arXiv 2510.22319, which clips at 2e-6 to 4e-6); plain as in

@@ -162,7 +162,9 @@ def _weights(transitions: Sequence[Transition], kernel: Kernel, settings: TrainS
     weights = [1.0 for _ in transitions]
     if settings.step_weights == "noise":
         # The deviation of a step is the same for every state.
-        stds = [float(kernel(step.x[:1, :1], step.v[:1, :1], step.k, step.k_next).std) for step in transitions]
+        stds = [
+            float(kernel(step.x[:1, :1], step.v[:1, :1], step.k, step.k_next).std) for step in transitions
+        ]
         weights = [std * len(stds) / sum(stds) for std in stds]
     if settings.ratio == "guarded":
         # The gradient of a guarded log-ratio is as large as the step is long.
