@@ -168,7 +168,7 @@ def recipe_for(shape: Shape, folder: Path, blocks: int, method: str, device: str
 
 def plan_of(recipe: Recipe) -> tuple[Plan, Estimate]:
     plan = algorithms.build(recipe.algorithm).plan
-    found = estimate(recipe, plan)
+    found = estimate(recipe)
     assert found is not None
     return plan, found
 

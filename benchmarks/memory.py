@@ -31,7 +31,6 @@ import tiny_diffusion
 import tiny_flux
 import tiny_qwen_image
 import tiny_sd3
-from flowcredit import algorithms
 from flowcredit.advantages import credit_steps
 from flowcredit.assembly import Setup, assemble
 from flowcredit.config import Recipe
@@ -164,8 +163,7 @@ def make_recipe(folder: Path, family: str, changes: Mapping[str, Any]) -> Recipe
 
 def compare(recipe: Recipe) -> Compared:
     """Plan a recipe, then run one iteration of it and measure."""
-    plan = algorithms.build(recipe.algorithm).plan
-    planned = estimate(recipe, plan)
+    planned = estimate(recipe)
     assert planned is not None
     setup = assemble(recipe)
     measured = _Run(setup).iterate()

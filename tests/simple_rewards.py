@@ -12,3 +12,8 @@ def redness(images: Tensor, prompts: Sequence[str]) -> Tensor:
 
 def brightness(images: Tensor, prompts: Sequence[str]) -> list[float]:
     return images.mean((1, 2, 3)).tolist()
+
+
+def contrast(images: Tensor, prompts: Sequence[str]) -> Tensor:
+    """The deviation of an image's pixels."""
+    return images.flatten(1).std(1)

@@ -341,6 +341,29 @@ def test_plan_names_a_damaged_file(run: Run) -> None:
     assert "transformer/config.json: not valid JSON" in err
 
 
+def test_plan_tells_what_changes_over_the_iterations_and_what_is_trained(run: Run) -> None:
+    code, out, _ = run(
+        "plan",
+        "small.yaml",
+        "algorithm={name: mix_grpo, num_steps: 6, window_size: 2, group_size: 4, iterations_per_position: 2}",
+        "train.iterations=5",
+    )
+    assert code == 0
+    # Five iterations see the windows at 0, 1 and 2: one state more is shared each time, of four.
+    assert "over the first 5 a prompt costs 15 to 21 velocity evaluations" in out
+    assert _costs(out)["velocity evaluations"][0] == 21
+    out = run("plan", "small.yaml", "algorithm=neighbor_grpo")[1]
+    assert _costs(out)["states trained on"][0] == 4 * 4
+    assert "first iteration" not in out
+    out = run("plan", "small.yaml", "algorithm={name: dance_grpo, num_steps: 6}")[1]
+    (row,) = (line for line in out.splitlines() if "but from" in line)
+    drawn = row.split("but from ")[1].removesuffix(" scored").split(", ")
+    assert len(set(drawn)) == 2
+    assert set(drawn) < set("01234")
+    out = run("plan", "small.yaml", "algorithm={name: branch_grpo, kept_leaves: 8}")[1]
+    assert "×16 trained (8 kept) scored" in out
+
+
 def test_settings_lists_names_defaults_and_sentences(run: Run) -> None:
     out = run("settings")[1]
     assert "train.learning_rate = 2e-06\n    AdamW's highest learning rate" in out

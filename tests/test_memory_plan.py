@@ -16,7 +16,6 @@ import transformers
 from diffusers import AutoencoderKL, FluxTransformer2DModel
 from safetensors import safe_open
 
-from flowcredit import algorithms
 from flowcredit.errors import InputError
 from flowcredit.memory import folders
 from flowcredit.memory.activations import Passes
@@ -50,7 +49,7 @@ def quiet() -> Iterator[None]:
 
 def planned(recipe: str, *overrides: str) -> Estimate:
     settings = load_recipe(RECIPES / recipe, overrides)
-    found = estimate(settings, algorithms.build(settings.algorithm).plan)
+    found = estimate(settings)
     assert found is not None
     return found
 
@@ -243,11 +242,10 @@ def test_activations_at_full_width_are_those_of_torchs_fake_tensors(
 
 
 def test_offloaded_parts_are_not_there_while_the_network_works() -> None:
-    settings = load_recipe(RECIPES / "sd35_medium_g2rpo_lora_24gb.yaml")
-    plan = algorithms.build(settings.algorithm).plan
-    whole, less = estimate(settings, plan), estimate(settings, plan, {"text encoders", "reward pickscore"})
-    assert whole is not None
-    assert less is not None
+    nothing = ("model.offload=[]", "scoring.offload=false")
+    whole = planned("sd35_medium_g2rpo_lora_24gb.yaml", *nothing)
+    waiting = ("model.offload=[text_encoders]", "scoring.offload=true")
+    less = planned("sd35_medium_g2rpo_lora_24gb.yaml", *waiting)
     sizes = {part.name: part.size or 0 for part in whole.parts}
     away = sizes["text encoders"] + sizes["reward pickscore"]
     assert whole.phases["training"] - less.phases["training"] == away
@@ -259,7 +257,7 @@ def test_every_recipe_is_planned_before_anything_is_downloaded(file: Path) -> No
     found = planned(file.name)
     assert found.peak is not None
     assert found.trained is not None
-    assert not found.unknown or {"geneval"} >= {name.removeprefix("reward ") for name in found.unknown}
+    assert not found.unknown or {"geneval", "image_reward"} >= {name.removeprefix("reward ") for name in found.unknown}
 
 
 def test_the_recipes_for_one_gpu_fit_it() -> None:

@@ -137,7 +137,11 @@ def credit_steps(
         if images is None:
             raise ValueError("credit by similarity needs the images that the states predict")
         shares = remaining_similarity(plan, images.predicted, images.ends)
-        own = {step: (each * shares[step].to(each)).unsqueeze(0) for step, each in found.items()}
+        scored = {step: _scored(plan, step, rewards, weights) for step in found}
+        own = {
+            step: torch.where(scored[step], each * shares[step].to(each), torch.nan).unsqueeze(0)
+            for step, each in found.items()
+        }
         weights = torch.ones(1)
     elif credit.rule == "fused":
         own = {step: fused(plan, step, rewards) for step in plan.transitions}
@@ -162,6 +166,12 @@ def _normalised(plan: Plan, own: Mapping[int, Tensor], credit: Credit) -> dict[i
             for step, each in own.items()
         }
     return {step: normalise(each, credit.spread) for step, each in own.items()}
+
+
+def _scored(plan: Plan, segment: int, rewards: Mapping[int, Tensor], weights: Tensor) -> Tensor:
+    """[P, W] of a segment: whether any leaf below has a score that counts."""
+    known = [(~rewards[leaf][weights != 0].isnan()).any(0) for leaf in plan.leaves_under(segment)]
+    return torch.cat([each.unflatten(1, (plan.width(segment), -1)) for each in known], -1).any(-1)
 
 
 def _clamped(advantages: Tensor, clamp: float | None) -> Tensor:

@@ -49,11 +49,17 @@ class Algorithm:
         """The tree of the first iteration."""
         return self.plan_at(0)
 
+    def set_states(self, plan: Plan) -> tuple[int, ...]:
+        """For each set that is trained, the states of one prompt whose velocity it needs again."""
+        if self.objective is not None:
+            return tuple(self.objective.anchors for segment in plan.segments if segment.recorded)
+        trained = [i for i in plan.transitions if plan.segments[i].trained]
+        starts = {i: plan.width(i) // plan.segments[i].fan_out for i in trained}
+        return tuple(min(width, plan.segments[i].kept or width) for i, width in starts.items())
+
     def trained_states(self, plan: Plan) -> int:
-        """Distinct (state, sigma) pairs whose velocity training needs again for one prompt."""
-        if self.objective is None:
-            return plan.trained_states
-        return self.objective.anchors * sum(segment.recorded for segment in plan.segments)
+        """States of one prompt whose velocity training needs again."""
+        return sum(self.set_states(plan))
 
 
 def _always(plan: Plan) -> Callable[[int], Plan]:
@@ -143,7 +149,8 @@ def mix_grpo(settings: MixGRPOSettings, seed: int = 0) -> Algorithm:
 def coca(settings: CoCASettings) -> Algorithm:
     """CoCA (arXiv 2505.19196) on flows: Flow-GRPO's plan, the image's advantage shared out by similarity."""
     plan = _trajectories(settings, range(settings.num_steps - 1))
-    return Algorithm("coca", _always(plan), Credit(rule="similarity", clamp=settings.advantage_clamp))
+    credit = Credit("similarity", scope="trajectory", clamp=settings.advantage_clamp)
+    return Algorithm("coca", _always(plan), credit)
 
 
 def tempflow_grpo(settings: TempFlowGRPOSettings) -> Algorithm:
@@ -181,7 +188,8 @@ def branch_grpo(settings: BranchGRPOSettings) -> Algorithm:
                 (k, k + 1),
                 fan_out=settings.fan_out if k in splits else 1,
                 stochastic=True,
-                trained=k not in pruned,
+                # Before the first split there is one state, which nothing compares with.
+                trained=k not in pruned and k >= min(splits),
                 correlation=1 / (1 + settings.split_scale**2) if k in splits else 0.0,
                 kept=settings.kept_leaves if k >= late else None,
             )
@@ -210,7 +218,8 @@ def stepwise_flow_grpo(settings: StepwiseFlowGRPOSettings) -> Algorithm:
     """Stepwise-Flow-GRPO (arXiv 2603.28718): gains of the images that states predict, compared over all
     steps.
 
-    Its sampler is left open by what is known of it; any of ``noise.kind`` does. Probes step on the grid.
+    Its own sampler, Flow-CPS with the deviation ``a s' sqrt(1 - s)``, has none at the first step and leaves a
+    open; it is not here, any of ``noise.kind`` does. Probes step on the grid.
     """
     credit = Credit("gain", scope=settings.compare, clamp=settings.advantage_clamp)
     return Algorithm("stepwise_flow_grpo", _always(_probed(settings, score_start=True)), credit)

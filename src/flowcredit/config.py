@@ -207,7 +207,8 @@ class TrainSettings(Section):
     dominates by its unit (G²RPO), or the `rewards` themselves, whose sum is then normalised."""
     kl_weight: NonNegative = 0.0
     """Weight β of the KL divergence of each trained step from the model before training; 0, none, as in
-    G²RPO (DenseGRPO and Flow-GRPO take 0.01 to 0.04)."""
+    G²RPO (Flow-GRPO takes 0.01 to 0.04 of a KL that is -dt times this, TempFlow-GRPO 0.001 to 0.004 of this).
+    """
     ratio: Literal["plain", "guarded"] = "plain"
     """The probability ratio as it is, or `guarded`: without its drift and on one scale for every step, with
     steps' gradients balanced (GRPO-Guard, arXiv 2510.22319, which clips at 2e-6 to 4e-6); plain as in
@@ -354,6 +355,16 @@ class Recipe(Section):
                 "'guarded' mends a ratio of densities, but noise kind 'cps_squared_error' has none",
                 "plain, or noise.kind cps",
             )
+        return self
+
+    @model_validator(mode="after")
+    def _noise_is_there(self) -> "Recipe":
+        if not self.algorithm.takes_noise:
+            for name in ("kl_weight", "ratio", "step_weights"):
+                value, off = getattr(self.train, name), TrainSettings.model_fields[name].default
+                if value != off:
+                    found = f"{value!r} is for stochastic steps, but {self.algorithm.name} takes none"
+                    refuse(f"train.{name}", found, f"{off}")
         return self
 
     @model_validator(mode="after")

@@ -132,6 +132,9 @@ def _neighbours(
     advantages = quasi_normalised(
         scores[leaf], setup.reward_weights, objective.quasi_norm, train.reward_weights_on
     )
+    clamp = setup.algorithm.credit.clamp
+    if clamp is not None:
+        advantages = advantages.clamp(-clamp, clamp)
     iteration, places = keys
     drawn = [
         torch.randperm(plan.root_width, generator=generator(setup.recipe.seed, iteration, place, "anchors"))

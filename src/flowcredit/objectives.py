@@ -140,8 +140,7 @@ def policy_sets(
 
     ``kept``: by segment, of how many of a prompt's samples the extremes are trained; None for all.
     """
-    weights = [_weight(step, kernel, settings) for step in transitions]
-    mean = sum(weights) / max(1, len(weights)) if settings.step_weights == "noise" else 1.0
+    weights = _weights(transitions, kernel, settings)
     return tuple(
         _policy_step(
             step,
@@ -151,7 +150,7 @@ def policy_sets(
                 clip_range=settings.clip_range,
                 kl_weight=settings.kl_weight,
                 guarded=settings.ratio == "guarded",
-                weight=weight / mean,
+                weight=weight,
             ),
             None if kept is None else kept.get(step.segment),
         )
@@ -159,15 +158,19 @@ def policy_sets(
     )
 
 
-def _weight(step: Transition, kernel: Kernel, settings: TrainSettings) -> float:
-    weight = 1.0
+def _weights(transitions: Sequence[Transition], kernel: Kernel, settings: TrainSettings) -> list[float]:
+    weights = [1.0 for _ in transitions]
     if settings.step_weights == "noise":
         # The deviation of a step is the same for every state.
-        weight *= float(kernel(step.x[:1, :1], step.v[:1, :1], step.k, step.k_next).std)
+        stds = [
+            float(kernel(step.x[:1, :1], step.v[:1, :1], step.k, step.k_next).std) for step in transitions
+        ]
+        weights = [std * len(stds) / sum(stds) for std in stds]
     if settings.ratio == "guarded":
         # The gradient of a guarded log-ratio is as large as the step is long.
-        weight /= step.sigma - step.sigma_next
-    return weight
+        lengths = [step.sigma - step.sigma_next for step in transitions]
+        weights = [weight / length for weight, length in zip(weights, lengths, strict=True)]
+    return weights
 
 
 def _policy_step(

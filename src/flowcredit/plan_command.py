@@ -7,18 +7,20 @@ from typing import Any
 from flowcredit import algorithms
 from flowcredit.config import Recipe
 from flowcredit.memory.estimate import Estimate, Part, estimate
-from flowcredit.plan import Plan
 from flowcredit.plan_picture import describe
 
 GIB = 2**30
+LOOKED_AT = 1000
+"""Iterations whose trees are compared."""
 
 
 def plan_command(recipe: Recipe, as_json: bool) -> str:
     """The text, or one JSON object. Raises InputError for model files that cannot be read."""
-    tree = algorithms.build(recipe.algorithm, recipe.seed).plan
-    found = estimate(recipe, tree)
+    method = algorithms.build(recipe.algorithm, recipe.seed)
+    tree = method.plan
+    found = estimate(recipe)
     if as_json:
-        return json.dumps(_as_object(recipe, tree, found), ensure_ascii=False, indent=2)
+        return json.dumps(_as_object(recipe, method, found), ensure_ascii=False, indent=2)
     lines = [describe(tree)]
     if tree.trajectory_evaluations is not None:
         lines.append(f"velocity evaluations for one trajectory: {tree.trajectory_evaluations}")
@@ -26,25 +28,38 @@ def plan_command(recipe: Recipe, as_json: bool) -> str:
         lines.append(
             f"each velocity evaluation is {found.rows} rows of the network (classifier-free guidance)"
         )
-    lines += ["", *_cost_table(recipe, tree), ""]
+    lines += _changes(recipe, method)
+    lines += ["", *_cost_table(recipe, method), ""]
     return "\n".join([*lines, *_memory_lines(recipe, found)])
 
 
-def _costs(recipe: Recipe, tree: Plan) -> dict[str, int]:
-    rewards = len(recipe.rewards)
+def _changes(recipe: Recipe, method: algorithms.Algorithm) -> list[str]:
+    """A line where the tree, and its cost, differs from one iteration to another."""
+    first = min(recipe.train.iterations, LOOKED_AT)
+    evaluations = {method.plan_at(iteration).velocity_evaluations for iteration in range(first)}
+    if len(evaluations) == 1:
+        return []
+    return [
+        f"the tree is that of the first iteration; over the first {first:,} a prompt costs"
+        f" {min(evaluations):,} to {max(evaluations):,} velocity evaluations"
+    ]
+
+
+def _costs(recipe: Recipe, method: algorithms.Algorithm) -> dict[str, int]:
+    rewards, tree = len(recipe.rewards), method.plan
     return {
         "velocity evaluations": tree.velocity_evaluations,
         "  if nothing were shared": tree.naive_velocity_evaluations,
         "decodes": tree.decodes,
         f"scores ({rewards} x {tree.scores})": rewards * tree.scores,
-        "states trained on": tree.trained_states,
+        "states trained on": method.trained_states(tree),
     }
 
 
-def _cost_table(recipe: Recipe, tree: Plan) -> list[str]:
+def _cost_table(recipe: Recipe, method: algorithms.Algorithm) -> list[str]:
     prompts = recipe.train.prompts_per_iteration
     head = f"{'cost':<24} {'a prompt':>12} {'an iteration':>14}   ({prompts} prompts an iteration)"
-    rows = [f"{name:<24} {cost:>12,} {cost * prompts:>14,}" for name, cost in _costs(recipe, tree).items()]
+    rows = [f"{name:<24} {cost:>12,} {cost * prompts:>14,}" for name, cost in _costs(recipe, method).items()]
     return [head, *rows]
 
 
@@ -88,7 +103,8 @@ def _gib(size: int) -> str:
     return f"{size / GIB:>9.2f}" if size >= GIB // 100 else f"{size / GIB:>9.4f}"
 
 
-def _as_object(recipe: Recipe, tree: Plan, found: Estimate | None) -> dict[str, Any]:
+def _as_object(recipe: Recipe, method: algorithms.Algorithm, found: Estimate | None) -> dict[str, Any]:
+    tree = method.plan
     model: dict[str, Any] | None = None
     if found is not None:
         model = {
@@ -114,7 +130,7 @@ def _as_object(recipe: Recipe, tree: Plan, found: Estimate | None) -> dict[str, 
             "trajectory_evaluations": tree.trajectory_evaluations,
             "decodes": tree.decodes,
             "reward_calls": len(recipe.rewards) * tree.scores,
-            "trained_states": tree.trained_states,
+            "trained_states": method.trained_states(tree),
         },
         "model": model,
     }

@@ -57,9 +57,14 @@ def _draw_row(plan: Plan, row: Sequence[int], canvas: list[str], cell: int) -> N
 
 def _row_note(plan: Plan, row: Sequence[int]) -> str:
     note = f"×{plan.width(row[-1])}"
-    untrained = [i for i in row if plan.segments[i].stochastic and not plan.segments[i].trained]
-    if any(plan.segments[i].stochastic for i in row):
-        note += " untrained" if untrained else " trained"
+    noisy = [plan.segments[i] for i in row if plan.segments[i].stochastic]
+    left_out = [str(segment.path[0]) for segment in noisy if not segment.trained]
+    if noisy:
+        note += " untrained" if len(left_out) == len(noisy) else " trained"
+    if 0 < len(left_out) < len(noisy):
+        note += f" but from {', '.join(left_out)}"
+    for kept in sorted({segment.kept for segment in noisy if segment.trained and segment.kept is not None}):
+        note += f" ({kept} kept)"
     return note + (" scored" if plan.segments[row[-1]].scored else "")
 
 

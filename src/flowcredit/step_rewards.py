@@ -92,10 +92,10 @@ def turning_rewards(plan: Plan, rewards: Mapping[int, Tensor]) -> dict[int, Tens
 
     With d the gain of each step and D the gain of the whole trajectory: a step after one that went against D,
     that goes with it, and after which the rest still does, is a turning point; so is the first step if the
-    rest goes with D. There the reward is the gain from its start to the image, elsewhere d. Turning points
-    are balanced over the prompts: as many of rising trajectories as of falling ones are kept, those of the
-    largest ``|D|``, where both occur. ``rewards`` as in ``state_rewards``, the initial noise's probe among
-    them; ValueError without it.
+    rest goes on as it does. The last never is: no rest follows. There the reward is the gain from its start
+    to the image, elsewhere d. Turning points are balanced over the prompts: as many of rising trajectories as
+    of falling ones are kept, those of the largest ``|D|``, where both occur. ``rewards`` as in
+    ``state_rewards``, the initial noise's probe among them; ValueError without it.
     """
     probes = _probes(plan)
     if None not in probes:
@@ -105,13 +105,12 @@ def turning_rewards(plan: Plan, rewards: Mapping[int, Tensor]) -> dict[int, Tens
     last = rewards[probes[steps[-1]]]
     states = [rewards[probes[plan.segments[step].parent]] for step in steps]
     before = torch.stack([_spread_out(each, last) for each in states])
+    after = torch.stack([rewards[probes[step]] for step in steps])
     gain = torch.stack([gains[step] for step in steps])
-    trend = (last - before[0]).sign()
-    with_trend = gain.sign() * trend
-    rest = (last - (before + gain)).sign()
-    turning = (with_trend > 0) & (rest * gain.sign() > 0)
-    turning[1:] &= with_trend[:-1] < 0
-    turning[0] = rest[0] * trend > 0
+    with_trend = gain.sign() * (last - before[0]).sign()
+    # Of the states' own rewards: sums of gains are rounded, and where nothing is to come 0 must stay 0.
+    turning = (last - after).sign() * gain.sign() > 0
+    turning[1:] &= (with_trend[1:] > 0) & (with_trend[:-1] < 0)
     kept = torch.stack([_balanced(turning[:, r], (last - before[0])[r]) for r in range(last.shape[0])], 1)
     found = torch.where(kept, last - before, gain)
     return dict(zip(steps, found, strict=True))

@@ -10,6 +10,7 @@ from functools import partial
 from math import prod
 from pathlib import Path
 
+from flowcredit import algorithms
 from flowcredit.config import Recipe, WatchedReward
 from flowcredit.errors import InputError
 from flowcredit.memory.activations import Passes, decoding, image_bytes
@@ -22,7 +23,6 @@ from flowcredit.memory.folders import (
     read_shapes,
 )
 from flowcredit.memory.tape import FLOAT
-from flowcredit.plan import Plan
 from flowcredit.shapes import bundled_path
 
 WIDTHS = {"float32": 4, "bfloat16": 2}
@@ -74,18 +74,16 @@ def find_pipeline(recipe: Recipe) -> Pipeline | None:
     return found if found is not None and found.kind in FAMILIES else None
 
 
-def estimate(recipe: Recipe, plan: Plan, offloaded: Collection[str] = ()) -> Estimate | None:
+def estimate(recipe: Recipe) -> Estimate | None:
     """Parameters and memory of a recipe; None where neither folder nor a published config tells.
 
-    ``offloaded`` names parts that stand elsewhere while the network works, as the table does, such as "text
-    encoders" or "reward hps": the encoders come back to read prompts, rewards one at a time to score.
-    Raises InputError for files that cannot be read.
+    Of the first iteration's tree. Raises InputError for files that cannot be read.
     """
     pipeline = find_pipeline(recipe)
     if pipeline is None:
         return None
     try:
-        return _Reckoning(recipe, plan, pipeline).estimate(offloaded)
+        return _Reckoning(recipe, algorithms.build(recipe.algorithm, recipe.seed), pipeline).estimate()
     except (KeyError, TypeError) as error:
         raise InputError(
             f"model {recipe.model.path}: a config.json lacks {error} of its class; expected the configs that"
@@ -96,8 +94,9 @@ def estimate(recipe: Recipe, plan: Plan, offloaded: Collection[str] = ()) -> Est
 class _Reckoning:
     """One recipe on one pipeline."""
 
-    def __init__(self, recipe: Recipe, plan: Plan, pipeline: Pipeline) -> None:
-        self.recipe, self.plan, self.pipeline = recipe, plan, pipeline
+    def __init__(self, recipe: Recipe, algorithm: algorithms.Algorithm, pipeline: Pipeline) -> None:
+        self.recipe, self.plan, self.pipeline = recipe, algorithm.plan, pipeline
+        self.set_states = algorithm.set_states(algorithm.plan)
         self.family = FAMILIES[pipeline.kind]
         self.component = pipeline.parts[self.family.part]
         self.full = recipe.weights.method == "full"
@@ -154,16 +153,17 @@ class _Reckoning:
         width = config["num_attention_heads"] * config["attention_head_dim"]
         return count - config["pos_embed_max_size"] ** 2 * width
 
-    def estimate(self, offloaded: Collection[str]) -> Estimate:
+    def estimate(self) -> Estimate:
         standing, passing = self._standing(), self._passing()
-        away = {part.name: part.size or 0 for part in standing if part.name in offloaded}
+        away = {part.name: part.size or 0 for part in standing if self._waits(part.name)}
         resident = sum(part.size or 0 for part in standing) - sum(away.values())
         phases = {}
         if self.passes is not None and self.trained is not None:
             phases = {name: resident + size for name, size in self._phases(passing).items()}
             if away:
                 for name in phases.keys() & {"scoring", "evaluation"}:
-                    phases[name] += max((s for n, s in away.items() if n.startswith("reward")), default=0)
+                    # One reward at a time comes back, or the VAE before them.
+                    phases[name] += max((s for n, s in away.items() if n != "text encoders"), default=0)
                 phases["text encoding"] = resident + away.get("text encoders", 0)
         return Estimate(
             self.pipeline.published,
@@ -173,6 +173,13 @@ class _Reckoning:
             (*standing, *passing.values()),
             phases,
         )
+
+    def _waits(self, name: str) -> bool:
+        """Whether a part is elsewhere while the network works."""
+        parts = {"text encoders": "text_encoders", "VAE": "vae"}
+        if name in parts:
+            return parts[name] in self.recipe.model.offload
+        return name.startswith("reward ") and self.recipe.scoring.offload
 
     def _standing(self) -> list[Part]:
         """What is there from the beginning of a run, or from its first update, to its end."""
@@ -199,7 +206,7 @@ class _Reckoning:
         """What some phases take and give back, by a short name of its own."""
         recipe, model = self.recipe, self.recipe.model
         images = min(recipe.scoring.batch_size, self.plan.decodes * self.prompts)
-        at_once = min(model.decode_batch_size, images)
+        at_once = 1 if model.vae_slicing else min(model.decode_batch_size, images)
         decoded = decoding(self.pipeline.parts["vae"], self.inputs, at_once, self.width, self.gpu)
         # Images decoded so far, their copy in one piece or for a reward, and those of the batch before.
         copies = 3 if self.plan.decodes * self.prompts > images else 2
@@ -257,12 +264,7 @@ class _Reckoning:
     @property
     def _step_states(self) -> list[int]:
         """Distinct states that each optimizer step is made from."""
-        plan = self.plan
-        widths = [
-            plan.width(i) // plan.segments[i].fan_out * self.prompts
-            for i in plan.transitions
-            if plan.segments[i].trained
-        ]
+        widths = [states * self.prompts for states in self.set_states]
         return widths if self.recipe.train.update == "per_step" else [sum(widths)]
 
     @property
@@ -282,8 +284,9 @@ class _Reckoning:
     def _latents(self) -> int:
         """Transitions and leaves of an iteration, float32, and its texts."""
         plan = self.plan
-        kept = sum(plan.width(i) + plan.width(i) // plan.segments[i].fan_out for i in plan.transitions)
-        kept += plan.decodes
+        # Of a transition its start, that start's velocity, and its ends; of a recorded step both states.
+        kept = sum(plan.width(i) + 2 * (plan.width(i) // plan.segments[i].fan_out) for i in plan.transitions)
+        kept += plan.decodes + sum(2 * plan.width(i) for i, s in enumerate(plan.segments) if s.recorded)
         states = self.prompts * kept
         tokens, width = self.inputs.text
         texts = self.prompts * (tokens * width + self.inputs.pooled) * self.width
@@ -291,7 +294,9 @@ class _Reckoning:
 
     def _loss(self, rows: int) -> int:
         """Log-probs of a fan-out: differences from the mean and their squares, float32."""
-        fan_out = max(self.plan.segments[i].fan_out for i in self.plan.transitions)
+        # Without transitions, all images of a prompt are compared.
+        fan_outs = [self.plan.segments[i].fan_out for i in self.plan.transitions]
+        fan_out = max(fan_outs, default=self.plan.root_width)
         return rows * (3 * fan_out + 6) * self.inputs.latent_count * FLOAT
 
     @property

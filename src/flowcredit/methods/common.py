@@ -31,6 +31,9 @@ class MethodSettings(Section):
     others: ClassVar[Mapping[str, Mapping[str, object]]] = {}
     """What the method expects of other sections of a recipe, where that does not say otherwise."""
 
+    takes_noise: ClassVar[bool] = True
+    """Whether it trains stochastic steps, of which ``train`` may say more."""
+
     num_steps: Grid = 10
     """Steps T of the sampling grid; 10 as in Flow-GRPO's runs on SD3.5-M."""
     group_size: Group = 24

@@ -74,7 +74,8 @@ class DanceGRPOSettings(MethodSettings):
     @property
     def trained_steps(self) -> int:
         """How many steps an iteration trains."""
-        return max(1, int((self.num_steps - 1) * self.step_share))
+        # A share that is whole but for rounding is whole.
+        return max(1, int((self.num_steps - 1) * self.step_share + 1e-9))
 
 
 class MixGRPOSettings(WindowSettings):

@@ -5,7 +5,7 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import Field, model_validator
 
 from flowcredit.methods.common import Grid, MethodSettings
-from flowcredit.sections import Count, NonNegative, Steps, Whole, refuse, refuse_repeats
+from flowcredit.sections import Count, Number, Steps, Whole, refuse, refuse_repeats
 
 
 class BranchGRPOSettings(MethodSettings):
@@ -23,7 +23,7 @@ class BranchGRPOSettings(MethodSettings):
     """Steps at which every state splits; 0, 3, 6, 9 as in BranchGRPO's runs."""
     fan_out: Annotated[Whole, Field(ge=2, le=64)] = 2
     """States that each state splits into; 2 as in BranchGRPO's runs."""
-    split_scale: NonNegative = 4.0
+    split_scale: Annotated[Number, Field(ge=0.01, le=1000)] = 4.0
     """How much larger the noise of each sibling's own is than what they share, s in (shared + s own) / sqrt(1
     + s²); 4 as in BranchGRPO's runs."""
     pruned_depths: Annotated[Whole, Field(ge=0, le=1000)] = 0

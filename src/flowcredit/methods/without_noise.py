@@ -1,17 +1,18 @@
 """Settings of the methods that sample by the ODE alone."""
 
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
 from flowcredit.methods.common import Grid, Group, MethodSettings
-from flowcredit.sections import Positive, PositiveFraction, Steps, Whole, refuse, refuse_repeats
+from flowcredit.sections import Number, Positive, Steps, Whole, refuse, refuse_repeats
 
 
 class NeighborGRPOSettings(MethodSettings):
     """Neighbor GRPO: a group of perturbed initial noises, and a policy of distances between neighbours
     (arXiv 2511.16955)."""
 
+    takes_noise: ClassVar = False
     name: Literal["neighbor_grpo"] = "neighbor_grpo"
     """The method; it decides which further settings there are."""
     num_steps: Grid = 8
@@ -19,7 +20,7 @@ class NeighborGRPOSettings(MethodSettings):
     DPM-Solver++."""
     group_size: Group = 12
     """Neighbours G of each prompt; 12 as in Neighbor GRPO's runs."""
-    perturbation: PositiveFraction = 0.3
+    perturbation: Annotated[Number, Field(ge=0.001, lt=1)] = 0.3
     """How far the initial noises of a prompt differ, σ in sqrt(1 - σ²) shared + σ own; 0.3 as in Neighbor
     GRPO."""
     anchors: Steps = 4
