@@ -9,13 +9,14 @@ import random
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from flowcredit.credit import Credit, Neighbours, Scope
+from flowcredit.credit import Credit, Neighbours, Preferences, Scope
 from flowcredit.methods import (
     AlgorithmSettings,
     BranchGRPOSettings,
     CoCASettings,
     DanceGRPOSettings,
     DenseGRPOSettings,
+    DPOSettings,
     FlowGRPOFastSettings,
     FlowGRPOSettings,
     G2RPOSettings,
@@ -42,17 +43,24 @@ class Algorithm:
     name: str
     plan_at: Callable[[int], Plan]
     credit: Credit
-    objective: Neighbours | None = None
+    objective: Neighbours | Preferences | None = None
 
     @property
     def plan(self) -> Plan:
         """The tree of the first iteration."""
         return self.plan_at(0)
 
+    @property
+    def needs_reference(self) -> bool:
+        """Whether the objective itself is measured from the model before training."""
+        return self.objective is not None and self.objective.needs_reference
+
     def trained_states(self, plan: Plan) -> int:
-        """Distinct (state, sigma) pairs whose velocity training needs again for one prompt."""
+        """Distinct (state, sigma) pairs whose velocity training needs again for one prompt, at most."""
         if self.objective is None:
             return plan.trained_states
+        if isinstance(self.objective, Preferences):
+            return 2 * self.objective.draws
         return self.objective.anchors * sum(segment.recorded for segment in plan.segments)
 
 
@@ -242,6 +250,22 @@ def neighbor_grpo(settings: NeighborGRPOSettings) -> Algorithm:
     return Algorithm("neighbor_grpo", _always(plan), credit, objective)
 
 
+def dpo(settings: DPOSettings) -> Algorithm:
+    """Diffusion-DPO (arXiv 2311.12908) on flows: pairs of images, ranked in a group or named by a file.
+
+    Groups are sampled by the ODE from separate noises (Flow-GRPO's script samples by its SDE). The reference
+    stays the model before training (that script may renew it every 40 steps).
+    """
+    steps = settings.num_steps
+    drawn = (Segment(None, tuple(range(steps + 1)), scored=True),)
+    if settings.pairs == "file":
+        plan, columns = Plan(steps, ()), (settings.chosen_column, settings.rejected_column)
+    else:
+        plan, columns = Plan(steps, drawn, settings.group_size), None
+    objective = Preferences(settings.beta, settings.draws, columns)
+    return Algorithm("dpo", _always(plan), Credit(clamp=None), objective)
+
+
 def _probed(settings: _Probed, score_start: bool) -> Plan:
     """Trajectories, stochastic but for the last step, with every state finished by the ODE and scored."""
     steps = settings.num_steps
@@ -304,6 +328,7 @@ _BUILDERS: Mapping[type, Callable[..., Algorithm]] = {
     StepwiseFlowGRPOSettings: stepwise_flow_grpo,
     TurningPointGRPOSettings: turning_point_grpo,
     NeighborGRPOSettings: neighbor_grpo,
+    DPOSettings: dpo,
 }
 _DRAWING: Mapping[type, Callable[..., Algorithm]] = {
     FlowGRPOFastSettings: flow_grpo_fast,

@@ -10,7 +10,9 @@ from torch import Tensor
 
 from flowcredit import algorithms, time_grid
 from flowcredit.config import GridSettings, Recipe, RewardSettings, WatchedReward
+from flowcredit.credit import Preferences
 from flowcredit.errors import InputError
+from flowcredit.image_pairs import check_pairs
 from flowcredit.interfaces import FlowModel, Reward
 from flowcredit.models.loading import PipelineFlow, load_model
 from flowcredit.noise_table import read_noise_table
@@ -38,12 +40,18 @@ class Setup:
     train_prompts: PromptSet
     heldout_prompts: PromptSet
     reference: Callable[[], AbstractContextManager[None]] | None
-    """Turns the model into the one before training while entered; None where no KL is asked for."""
+    """Turns the model into the one before training while entered; None where nothing is measured from it."""
 
     @property
     def reward_weights(self) -> Tensor:
         """[R] weights of the trained rewards."""
         return torch.tensor([reward.weight for reward in self.recipe.rewards])
+
+    @property
+    def trained_flow(self) -> FlowModel:
+        """The model as training evaluates it: with guidance, but for objectives that are not guided."""
+        objective = self.algorithm.objective
+        return self.model if objective is None or objective.guided else self.model.without_guidance()
 
 
 def assemble(recipe: Recipe) -> Setup:
@@ -52,6 +60,9 @@ def assemble(recipe: Recipe) -> Setup:
     train_prompts = load_prompts(recipe.prompts.train, recipe.prompts.column)
     heldout = load_prompts(recipe.prompts.heldout, recipe.prompts.column)
     check_group_by(heldout, recipe.evaluation.group_by)
+    objective = algorithm.objective
+    if isinstance(objective, Preferences) and objective.columns is not None:
+        check_pairs(train_prompts, objective.columns, recipe.model.height, recipe.model.width)
     model = build_model(recipe)
     rewards = build_rewards(recipe.rewards, model.device)
     watched = build_rewards(recipe.watch, model.device)
@@ -68,16 +79,19 @@ def assemble(recipe: Recipe) -> Setup:
         watched,
         train_prompts,
         heldout.take(range(min(len(heldout), recipe.evaluation.prompts))),
-        build_reference(recipe, model),
+        build_reference(recipe, model, algorithm),
     )
 
 
-def build_reference(recipe: Recipe, model: PipelineFlow) -> Callable[[], AbstractContextManager[None]] | None:
-    """The policy that the KL is measured from: the model as it now is; a LoRA run needs no copy of it.
+def build_reference(
+    recipe: Recipe, model: PipelineFlow, algorithm: algorithms.Algorithm
+) -> Callable[[], AbstractContextManager[None]] | None:
+    """The policy that a KL or a preference is measured from: the model as it now is; a LoRA run needs no copy
+    of it.
 
-    To be called before any weight has moved. None where the recipe has no KL.
+    To be called before any weight has moved. None where the recipe has no KL, nor its method a preference.
     """
-    if recipe.train.kl_weight == 0:
+    if not algorithm.needs_reference and recipe.train.kl_weight == 0:
         return None
     if recipe.weights.method == "lora":
         return partial(adapter_disabled, model.network)

@@ -230,7 +230,8 @@ def plan(source: RecipeOrRun, overrides: Overrides = None) -> None:
     from flowcredit import algorithms
     from flowcredit.plan_picture import describe
 
-    tree = algorithms.build(settings.algorithm, settings.seed).plan
+    method = algorithms.build(settings.algorithm, settings.seed)
+    tree = method.plan
     typer.echo(describe(tree))
     prompts = settings.train.prompts_per_iteration
     costs = {
@@ -238,8 +239,10 @@ def plan(source: RecipeOrRun, overrides: Overrides = None) -> None:
         "  if nothing were shared": tree.naive_velocity_evaluations,
         "decodes": tree.decodes,
         f"scores ({len(settings.rewards)} x {tree.scores})": len(settings.rewards) * tree.scores,
-        "states trained on": tree.trained_states,
+        "states trained on": method.trained_states(tree),
     }
+    if method.needs_reference or settings.train.kl_weight > 0:
+        costs["  and by the reference"] = method.trained_states(tree)
     if tree.trajectory_evaluations is not None:
         typer.echo(f"velocity evaluations for one trajectory: {tree.trajectory_evaluations}")
     typer.echo(f"\n{'cost':<24} {'a prompt':>12} {'an iteration':>14}   ({prompts} prompts an iteration)")

@@ -26,6 +26,8 @@ class PromptSet:
     """Where the prompts come from, for messages."""
     skipped_blank: int = 0
     """Lines of the file that held nothing."""
+    places: tuple[str, ...] = ()
+    """Where each prompt stands, such as "prompts.csv:7", for messages; empty where they are of no file."""
 
     def __post_init__(self) -> None:
         for name, values in self.columns.items():
@@ -42,6 +44,7 @@ class PromptSet:
             prompts=tuple(self.prompts[row] for row in wanted),
             columns={name: tuple(values[row] for row in wanted) for name, values in self.columns.items()},
             source=self.source,
+            places=tuple(self.places[row] for row in wanted) if self.places else (),
         )
 
     def describe(self) -> str:
@@ -70,6 +73,7 @@ def load_prompts(path: str | Path, column: str = PROMPT_KEY) -> PromptSet:
         columns={name: tuple(row.values.get(name) for row in found.rows) for name in names},
         source=source,
         skipped_blank=found.skipped_blank,
+        places=tuple(row.where for row in found.rows),
     )
 
 

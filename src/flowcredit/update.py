@@ -52,10 +52,12 @@ def update_policy(
     ("accumulated").
 
     The loss is the mean over the entries of the sets of an optimizer step. ``after_step`` is called after
-    each. ``reference`` turns the model into the policy that a KL or a preference is measured from. Raises
-    InputError where the gradient is not finite, and, in float32, where the ratio strays from 1 before the
-    first step.
+    each. ``reference`` turns the model into the policy that a KL or a preference is measured from. Without
+    sets nothing happens, and there are no metrics. Raises InputError where the gradient is not finite, and,
+    in float32, where the ratio strays from 1 before the first step.
     """
+    if not sets:
+        return {}
     sets = [_with_reference(model, cond, each, settings.micro_batch_size, reference) for each in sets]
     steps = [[each] for each in sets] if settings.update == "per_step" else [list(sets)]
     seen: list[tuple[int, Metrics]] = []

@@ -1,6 +1,6 @@
 """Settings of the methods that sample by the ODE alone."""
 
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
@@ -12,6 +12,7 @@ class NeighborGRPOSettings(MethodSettings):
     """Neighbor GRPO: a group of perturbed initial noises, and a policy of distances between neighbours
     (arXiv 2511.16955)."""
 
+    unread: ClassVar = ("kl_weight", "ratio", "step_weights")
     name: Literal["neighbor_grpo"] = "neighbor_grpo"
     """The method; it decides which further settings there are."""
     num_steps: Grid = 8
