@@ -26,23 +26,30 @@ class PairError(InputError):
 
 
 def check_pairs(prompts: PromptSet, columns: Columns, height: int, width: int) -> None:
-    """PairError unless every row names two images that are there, by their headers, and large enough."""
+    """PairError unless every row names two images that are there and, either way up, large enough.
+
+    By their headers alone; what is damaged further on is found when it is read.
+    """
     for place, path, column in _named(prompts, columns):
-        with _opened(path, f'{place}: "{column}" {path}') as image:
-            _check_size(image, f'{place}: "{column}" {path}', height, width)
+        said = f'{place}: "{column}" {path}'
+        with _opened(path, said) as image:
+            lying = (image.width - image.height) * (width - height) < 0
+            _check_size(image.size[::-1] if lying else image.size, said, height, width)
 
 
 def read_pairs(prompts: PromptSet, columns: Columns, height: int, width: int) -> Tensor:
     """[P, 2, 3, H, W] float32 in [0, 1].
 
-    Larger images are cut around their centre to the shape of H x W and scaled down (bilinear), as diffusers'
-    training scripts do. PairError for an image that cannot be read or is smaller: it would be blurred.
+    Images are turned upright as their camera says; larger ones are scaled down (bilinear) and cut around
+    their centre, as in diffusers' training scripts. PairError for an image that cannot be read, or is
+    smaller: it would be blurred.
     """
     read = []
     for place, path, column in _named(prompts, columns):
         said = f'{place}: "{column}" {path}'
         with _opened(path, said) as image:
-            _check_size(image, said, height, width)
+            ImageOps.exif_transpose(image, in_place=True)
+            _check_size(image.size, said, height, width)
             fitted = ImageOps.fit(image.convert("RGB"), (width, height), Image.Resampling.BILINEAR)
             read.append(torch.from_numpy(np.asarray(fitted).copy()))
     pixels = torch.stack(read).permute(0, 3, 1, 2).to(torch.float32) / 255
@@ -85,10 +92,9 @@ def _folder(source: str) -> Path | None:
 
 @contextmanager
 def _opened(path: Path, said: str) -> Iterator[Image.Image]:
-    """The image, turned upright as its camera says; only its header is read as long as that is enough."""
+    """The image, of which only the header is read as yet; what Pillow raises becomes a PairError."""
     try:
         with Image.open(path) as image:
-            ImageOps.exif_transpose(image, in_place=True)
             yield image
     except FileNotFoundError:
         raise PairError(f"{said}: no such file; paths are relative to the prompt file") from None
@@ -99,10 +105,10 @@ def _opened(path: Path, said: str) -> Iterator[Image.Image]:
         raise PairError(f"{said}: not readable as an image ({str(error).strip()})") from None
 
 
-def _check_size(image: Image.Image, said: str, height: int, width: int) -> None:
-    if image.width < width or image.height < height:
+def _check_size(size: tuple[int, int], said: str, height: int, width: int) -> None:
+    if size[0] < width or size[1] < height:
         raise PairError(
-            f"{said}: {image.width} x {image.height} pixels, smaller than the recipe's {width} x {height}:"
+            f"{said}: {size[0]} x {size[1]} pixels, smaller than the recipe's {width} x {height}:"
             " enlarged it would teach blur; expected at least that size, or a smaller model.width and"
             " model.height"
         )
