@@ -26,7 +26,7 @@ class PromptSet:
     """Where the prompts come from, for messages."""
     skipped_blank: int = 0
     """Lines of the file that held nothing."""
-    places: tuple[str, ...] = ()
+    places: tuple[str, ...] = field(default=(), compare=False)
     """Where each prompt stands, such as "prompts.csv:7", for messages; empty where they are of no file."""
 
     def __post_init__(self) -> None:
