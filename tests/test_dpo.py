@@ -22,6 +22,7 @@ from flowcredit.assembly import assemble
 from flowcredit.check import check_command, first_update
 from flowcredit.cli import app
 from flowcredit.config import Recipe
+from flowcredit.diagnostics import diagnose
 from flowcredit.errors import InputError
 from flowcredit.evaluation_files import load_evaluation
 from flowcredit.experience import collect
@@ -276,6 +277,11 @@ def test_costs_count_both_states_of_every_draw(folder: Path) -> None:
     told = CliRunner().invoke(app, ["plan", str(folder / "recipe.yaml")]).stdout
     costs = {line[:24].strip(): line[24:37].strip() for line in told.splitlines() if line.startswith("  ")}
     assert costs["and by the reference"] == "6"
+    published = load_recipe(Path(__file__).parents[1] / "recipes" / "sd35_medium_dpo.yaml")
+    method = algorithms.build(published.algorithm)
+    assert (method.plan.velocity_evaluations, method.plan.decodes) == (24 * 40, 24)
+    assert method.trained_states(method.plan) == 2 * 39
+    assert published.train.update == "accumulated"
     result = CliRunner().invoke(app, ["plan", str(folder / "recipe.yaml"), *FROM_FILE])
     assert result.exit_code == 0
     assert result.stdout.startswith("nothing is sampled for training")
@@ -294,6 +300,15 @@ def test_costs_count_both_states_of_every_draw(folder: Path) -> None:
 def test_settings_that_do_not_fit_are_refused(folder: Path, overrides: tuple[str, ...], message: str) -> None:
     with pytest.raises(InputError, match=message):
         recipe_of(folder, *overrides)
+
+
+def test_a_run_needs_no_reward_at_all_and_a_diagnosis_does(folder: Path, tmp_path: Path) -> None:
+    recipe = recipe_of(folder, *FROM_FILE[:2], "train.iterations=1")
+    trainer.train(recipe, tmp_path / "run", QUIET)
+    assert (tmp_path / "run/images/000001.png").is_file()
+    build_report(tmp_path / "run")
+    with pytest.raises(InputError, match=r"rewards is \[\], and a diagnosis measures the first"):
+        diagnose(assemble(recipe), 1)
 
 
 def test_files_are_looked_at_before_a_run_begins(folder: Path, tmp_path: Path) -> None:

@@ -28,9 +28,9 @@ class _Panel:
 def learning_curves(data: RunData) -> str | None:
     """Held-out reward, a row each, against iterations and against velocity evaluations of training.
 
-    The band is one standard error over the prompts. None without at least two evaluations.
+    The band is one standard error over the prompts. None without a reward or with fewer than two evaluations.
     """
-    if len(data.snapshots) < 2:
+    if len(data.snapshots) < 2 or not data.snapshots[0].evaluation.scores:
         return None
     evaluations = [snapshot.evaluation for snapshot in data.snapshots]
     names = list(evaluations[0].scores)
