@@ -53,6 +53,7 @@ CASES: Mapping[str, Mapping[str, Any]] = {
     "turning_point_grpo kl": {"algorithm": TURNING, "train": {"kl_weight": 0.5}},
     "coca": {"algorithm": {"name": "coca", "num_steps": 5, "group_size": 4}},
     "neighbor_grpo": {"algorithm": {"name": "neighbor_grpo", "num_steps": 5, "group_size": 5}},
+    "dpo": {"algorithm": {"name": "dpo", "num_steps": 5, "group_size": 4, "draws": 3}},
 }
 
 Found = dict[str, list[float]]

@@ -63,17 +63,18 @@ def world(algorithm: Mapping[str, Any], **sections: Any) -> Setup:
     recipe = recipe_of(algorithm, **sections)
     model = cast(PipelineFlow, CountingMixture())
     grid = shifted_linear(recipe.algorithm.num_steps, recipe.grid.shift)
+    method = algorithms.build(recipe.algorithm, recipe.seed)
     return Setup(
         recipe,
         model,
-        algorithms.build(recipe.algorithm, recipe.seed),
+        method,
         grid,
         make_kernel(recipe.noise.kind, grid, recipe.noise.eta),
         build_rewards(recipe, recipe.rewards),
         {},
         PromptSet(PROMPTS),
         PromptSet(PROMPTS),
-        build_reference(recipe, model),
+        build_reference(recipe, model, method),
     )
 
 

@@ -257,7 +257,9 @@ def test_every_recipe_is_planned_before_anything_is_downloaded(file: Path) -> No
     found = planned(file.name)
     assert found.peak is not None
     assert found.trained is not None
-    assert not found.unknown or {"geneval", "image_reward"} >= {name.removeprefix("reward ") for name in found.unknown}
+    assert not found.unknown or {"geneval", "image_reward"} >= {
+        name.removeprefix("reward ") for name in found.unknown
+    }
 
 
 def test_the_recipes_for_one_gpu_fit_it() -> None:

@@ -289,6 +289,7 @@ SMALL: Mapping[str, Mapping[str, Any]] = {
     "turning_point_grpo": {"num_steps": 4, "group_size": 3},
     "coca": {"num_steps": 5, "group_size": 3},
     "neighbor_grpo": {"num_steps": 5, "group_size": 4, "anchors": 2, "train_steps": [0, 3]},
+    "dpo": {"num_steps": 5, "group_size": 4, "draws": 3},
 }
 
 
@@ -305,5 +306,6 @@ def test_rollout_and_update_evaluate_what_the_plan_says(name: str, iteration: in
     assert found.counts.decodes == len(PROMPTS) * plan.decodes
     model.rows.clear()
     learn(setup, found, torch.optim.SGD(model.network.parameters(), lr=0.0))
-    assert sum(model.rows) == len(PROMPTS) * setup.algorithm.trained_states(plan)
+    evaluated = 2 if setup.algorithm.needs_reference else 1
+    assert sum(model.rows) == evaluated * len(PROMPTS) * setup.algorithm.trained_states(plan)
     assert max(model.rows) <= setup.recipe.train.micro_batch_size

@@ -47,6 +47,7 @@ EXPECTED: dict[str, tuple[str, float, str]] = {
     "turning_point_grpo": ("cps_squared_error", 0.7, "equal"),
     "coca": ("flow_sde", 0.7, "equal"),
     "neighbor_grpo": ("flow_sde", 0.7, "equal"),
+    "dpo": ("flow_sde", 0.7, "equal"),
 }
 
 
@@ -188,9 +189,18 @@ def test_what_a_method_cannot_do_is_refused(recipe: Path, settings: str, told: s
 @pytest.mark.parametrize(
     ("overrides", "told"),
     [
-        (["algorithm=neighbor_grpo", "train.kl_weight=0.1"], "neighbor_grpo takes none; expected 0.0"),
-        (["algorithm=neighbor_grpo", "train.ratio=guarded"], "neighbor_grpo takes none; expected plain"),
-        (["algorithm=neighbor_grpo", "train.step_weights=noise"], "takes none; expected equal"),
+        (
+            ["algorithm=neighbor_grpo", "train.kl_weight=0.1"],
+            "which algorithm neighbor_grpo does not read; expected 0.0",
+        ),
+        (
+            ["algorithm=neighbor_grpo", "train.ratio=guarded"],
+            "which algorithm neighbor_grpo does not read; expected 'plain'",
+        ),
+        (
+            ["algorithm=neighbor_grpo", "train.step_weights=noise"],
+            "neighbor_grpo does not read; expected 'equal'",
+        ),
         (
             ["algorithm=turning_point_grpo", "train.ratio=guarded"],
             "'guarded' mends a ratio of densities, but noise kind 'cps_squared_error' has none",

@@ -311,7 +311,6 @@ OK = Segment(None, (0, 1, 2, 3), scored=True)
 @pytest.mark.parametrize(
     ("segments", "message"),
     [
-        ((), "no segments"),
         ((Segment(None, (0, 3), stochastic=True),), "puts noise into the last step"),
         ((Segment(None, (0, 2), stochastic=True), Segment(0, (2, 3), 2, True)), "last step"),
         ((Segment(None, (0, 1, 2), stochastic=True), OK), "one step, two indices"),

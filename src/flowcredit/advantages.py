@@ -194,6 +194,17 @@ def quasi_normalised(
     return (whole * weights.to(whole).view(-1, 1, 1)).sum(0)
 
 
+def image_advantages(rewards: Tensor, weights: Tensor, weights_on: WeightsOn = "advantages") -> Tensor:
+    """Each image's advantage within its group, rewards added by weight: [R, P, W] to [P, W].
+
+    Equal rewards give 0, and so does a group with fewer than two scores.
+    """
+    if weights_on == "rewards":
+        rewards, weights = _summed(rewards, weights), torch.ones(1)
+    advantage = normalise(rewards)
+    return (advantage * weights.to(advantage).view(-1, 1, 1)).sum(0)
+
+
 def _summed(scores: Tensor, weights: Tensor) -> Tensor:
     """[R, P, W] to [1, P, W]; a weight of 0 leaves its reward out, missing scores and all."""
     there = weights != 0

@@ -9,13 +9,14 @@ import random
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from flowcredit.credit import Credit, Neighbours, Scope
+from flowcredit.credit import Credit, Neighbours, Preferences, Scope
 from flowcredit.methods import (
     AlgorithmSettings,
     BranchGRPOSettings,
     CoCASettings,
     DanceGRPOSettings,
     DenseGRPOSettings,
+    DPOSettings,
     FlowGRPOFastSettings,
     FlowGRPOSettings,
     G2RPOSettings,
@@ -42,7 +43,7 @@ class Algorithm:
     name: str
     plan_at: Callable[[int], Plan]
     credit: Credit
-    objective: Neighbours | None = None
+    objective: Neighbours | Preferences | None = None
 
     @property
     def plan(self) -> Plan:
@@ -51,15 +52,22 @@ class Algorithm:
 
     def set_states(self, plan: Plan) -> tuple[int, ...]:
         """For each set that is trained, the states of one prompt whose velocity it needs again."""
-        if self.objective is not None:
+        if isinstance(self.objective, Preferences):
+            return (2 * self.objective.draws,)
+        if isinstance(self.objective, Neighbours):
             return tuple(self.objective.anchors for segment in plan.segments if segment.recorded)
         trained = [i for i in plan.transitions if plan.segments[i].trained]
         starts = {i: plan.width(i) // plan.segments[i].fan_out for i in trained}
         return tuple(min(width, plan.segments[i].kept or width) for i, width in starts.items())
 
     def trained_states(self, plan: Plan) -> int:
-        """States of one prompt whose velocity training needs again."""
+        """States of one prompt whose velocity training needs again, at most."""
         return sum(self.set_states(plan))
+
+    @property
+    def needs_reference(self) -> bool:
+        """Whether the objective itself is measured from the model before training."""
+        return self.objective is not None and self.objective.needs_reference
 
 
 def _always(plan: Plan) -> Callable[[int], Plan]:
@@ -251,6 +259,22 @@ def neighbor_grpo(settings: NeighborGRPOSettings) -> Algorithm:
     return Algorithm("neighbor_grpo", _always(plan), credit, objective)
 
 
+def dpo(settings: DPOSettings) -> Algorithm:
+    """Diffusion-DPO (arXiv 2311.12908) on flows: pairs of images, ranked in a group or named by a file.
+
+    Groups are sampled by the ODE from separate noises (Flow-GRPO's script samples by its SDE). The reference
+    stays the model before training (that script may renew it every 40 steps).
+    """
+    steps = settings.num_steps
+    drawn = (Segment(None, tuple(range(steps + 1)), scored=True),)
+    if settings.pairs == "file":
+        plan, columns = Plan(steps, ()), (settings.chosen_column, settings.rejected_column)
+    else:
+        plan, columns = Plan(steps, drawn, settings.group_size), None
+    objective = Preferences(settings.beta, settings.draws, columns)
+    return Algorithm("dpo", _always(plan), Credit(clamp=None), objective)
+
+
 def _probed(settings: _Probed, score_start: bool) -> Plan:
     """Trajectories, stochastic but for the last step, with every state finished by the ODE and scored."""
     steps = settings.num_steps
@@ -313,6 +337,7 @@ _BUILDERS: Mapping[type, Callable[..., Algorithm]] = {
     StepwiseFlowGRPOSettings: stepwise_flow_grpo,
     TurningPointGRPOSettings: turning_point_grpo,
     NeighborGRPOSettings: neighbor_grpo,
+    DPOSettings: dpo,
 }
 _DRAWING: Mapping[type, Callable[..., Algorithm]] = {
     FlowGRPOFastSettings: flow_grpo_fast,

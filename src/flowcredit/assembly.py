@@ -10,8 +10,10 @@ from torch import Tensor
 
 from flowcredit import algorithms, time_grid
 from flowcredit.config import GridSettings, Recipe, WatchedReward
+from flowcredit.credit import Preferences
 from flowcredit.demands import check_prompts
 from flowcredit.errors import InputError
+from flowcredit.image_pairs import check_pairs
 from flowcredit.interfaces import FlowModel, Reward
 from flowcredit.models.compiling import compile_network
 from flowcredit.models.loading import PipelineFlow, load_model
@@ -40,12 +42,18 @@ class Setup:
     train_prompts: PromptSet
     heldout_prompts: PromptSet
     reference: Callable[[], AbstractContextManager[None]] | None
-    """Turns the model into the one before training while entered; None where no KL is asked for."""
+    """Turns the model into the one before training while entered; None where nothing is measured from it."""
 
     @property
     def reward_weights(self) -> Tensor:
         """[R] weights of the trained rewards."""
         return torch.tensor([reward.weight for reward in self.recipe.rewards])
+
+    @property
+    def trained_flow(self) -> FlowModel:
+        """The model as training evaluates it: with guidance, but for objectives that are not guided."""
+        objective = self.algorithm.objective
+        return self.model if objective is None or objective.guided else self.model.without_guidance()
 
 
 def assemble(recipe: Recipe) -> Setup:
@@ -57,6 +65,9 @@ def assemble(recipe: Recipe) -> Setup:
     rewards, watched = build_rewards(recipe, recipe.rewards), build_rewards(recipe, recipe.watch)
     check_prompts(rewards, train_prompts, recipe.scoring.on_error)
     check_prompts({**rewards, **watched}, heldout, recipe.scoring.on_error)
+    objective = algorithm.objective
+    if isinstance(objective, Preferences) and objective.columns is not None:
+        check_pairs(train_prompts, objective.columns, recipe.model.height, recipe.model.width)
     model = build_model(recipe)
     grid = build_grid(recipe.grid, model, recipe.algorithm.num_steps)
     chosen = recipe.evaluation.prompts
@@ -70,16 +81,19 @@ def assemble(recipe: Recipe) -> Setup:
         watched,
         train_prompts,
         heldout if len(heldout) <= chosen else heldout.take(range(chosen)),
-        build_reference(recipe, model),
+        build_reference(recipe, model, algorithm),
     )
 
 
-def build_reference(recipe: Recipe, model: PipelineFlow) -> Callable[[], AbstractContextManager[None]] | None:
-    """The policy that the KL is measured from: the model as it now is; a LoRA run needs no copy of it.
+def build_reference(
+    recipe: Recipe, model: PipelineFlow, algorithm: algorithms.Algorithm
+) -> Callable[[], AbstractContextManager[None]] | None:
+    """The policy that a KL or a preference is measured from: the model as it now is; a LoRA run needs no copy
+    of it.
 
-    To be called before any weight has moved. None where the recipe has no KL.
+    To be called before any weight has moved. None where the recipe has no KL, nor its method a preference.
     """
-    if recipe.train.kl_weight == 0:
+    if not algorithm.needs_reference and recipe.train.kl_weight == 0:
         return None
     if recipe.weights.method == "lora":
         return partial(adapter_disabled, model.network)

@@ -18,11 +18,13 @@ from flowcredit.models.own_call import pipeline_images
 from flowcredit.plan import Plan, Segment
 from flowcredit.rollout import rollout
 from flowcredit.scoring import score_images
-from flowcredit.update import update_policy
+from flowcredit.update import UpdateMetrics, update_policy
 from flowcredit.weights import fingerprints, trainable_parameters
 
 EXACT, ROUNDED = 1e-4, 0.05
 """Largest difference of an image from the pipeline's, mean over its pixels: in float32, and below."""
+UNDECIDED = 1e-6
+"""How far the loss of a pair may be from log 2 where model and reference are the same."""
 STEPS = 4
 """Sampling steps of the comparison."""
 DRAWN = 4
@@ -138,27 +140,28 @@ def rewards_tell_apart(setup: Setup) -> Iterator[Finding]:
 
 
 def first_update(setup: Setup) -> Iterator[Finding]:
-    """On a fresh rollout the ratio is 1; one update moves what is trained and nothing else."""
+    """On a fresh rollout the ratio is 1, or the preference undecided; one update moves what is trained and
+    nothing else."""
     recipe, model = setup.recipe, setup.model
     found = collect(setup, setup.train_prompts.take([0]), [0], 0, _Silent(), noise_iteration=_ITERATION)
-    spread = max(float(each.abs().max()) for each in found.advantages.values())
-    yield Finding(
-        spread > 0,
-        f"advantages of one prompt: the largest is {spread:.2f}; expected some that are not 0",
-    )
+    if found.advantages:
+        spread = max(float(each.abs().max()) for each in found.advantages.values())
+        yield Finding(
+            spread > 0,
+            f"advantages of one prompt: the largest is {spread:.2f}; expected some that are not 0",
+        )
+    if not found.sets:
+        return
+    # Of a preference's draws one: each may be an optimizer step, after which nothing is as before training.
+    sets = found.sets[:1] if setup.algorithm.needs_reference else found.sets
     trained = trainable_parameters(model.network)
     everything = dict(model.network.named_parameters())
     before = fingerprints(everything)
     optimizer = torch.optim.AdamW(trained.values(), lr=recipe.train.learning_rate, weight_decay=0)
     metrics = update_policy(
-        model, found.cond, found.sets, optimizer, recipe.train, lambda: None, setup.reference
+        setup.trained_flow, found.cond, sets, optimizer, recipe.train, lambda: None, setup.reference
     )
-    tolerance = recipe.train.ratio_tolerance if recipe.train.mixed_precision == "no" else 1e-2
-    yield Finding(
-        metrics["on_policy_deviation"] <= tolerance,
-        f"ratio on the fresh rollout: off 1 by {metrics['on_policy_deviation']:.1e}, expected at most"
-        f" {tolerance:g}",
-    )
+    yield _as_before_training(setup, metrics)
     after = fingerprints(everything)
     moved = {name for name in everything if before[name] != after[name]}
     yield Finding(
@@ -168,13 +171,32 @@ def first_update(setup: Setup) -> Iterator[Finding]:
     )
 
 
+def _as_before_training(setup: Setup, metrics: UpdateMetrics) -> Finding:
+    """What holds exactly before the first optimizer step."""
+    train = setup.recipe.train
+    if setup.algorithm.needs_reference:
+        off = abs(metrics["loss"] - math.log(2))
+        return Finding(
+            off <= UNDECIDED,
+            f"loss of a pair before the first update: off log 2 by {off:.1e}, expected at most {UNDECIDED:g}",
+        )
+    tolerance = train.ratio_tolerance if train.mixed_precision == "no" else 1e-2
+    return Finding(
+        metrics["on_policy_deviation"] <= tolerance,
+        f"ratio on the fresh rollout: off 1 by {metrics['on_policy_deviation']:.1e}, expected at most"
+        f" {tolerance:g}",
+    )
+
+
 def cost(setup: Setup) -> Finding:
     """What an iteration will ask of the model and the rewards."""
     plan, count = setup.algorithm.plan, setup.recipe.train.prompts_per_iteration
     trained = sum(parameter.numel() for parameter in trainable_parameters(setup.model.network).values())
+    in_training = count * setup.algorithm.trained_states(plan)
+    reference = "" if setup.reference is None else " and as many of the reference"
     return Finding(
         True,
         f"an iteration costs {count * plan.velocity_evaluations:,} velocity evaluations in the rollout and"
-        f" {count * setup.algorithm.trained_states(plan):,} in training, {count * plan.decodes:,} decodes"
+        f" {in_training:,} in training{reference}, {count * plan.decodes:,} decodes"
         f" and as many scores from each of {len(setup.rewards)} rewards; {trained:,} weights are trained",
     )

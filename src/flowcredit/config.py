@@ -197,7 +197,8 @@ class TrainSettings(Section):
     mixed_precision: Literal["no", "bf16"] = "bf16"
     """Autocast of the trained network, in rollout, training and evaluation; bf16 as in G²RPO's runs."""
     micro_batch_size: Count = 1
-    """Distinct states in one training forward, their gradients added up; 1, chosen for memory."""
+    """Distinct states (for dpo, pairs of them) in one training forward, their gradients added up; 1, chosen
+    for memory."""
     gradient_checkpointing: Flag = False
     """Compute activations anew in the backward, for less memory and more time; off, as small models need."""
     ema_decay: Fraction = 0.0
@@ -329,8 +330,9 @@ class Recipe(Section):
     """The method and its settings, or its name alone."""
     grid: GridSettings = GridSettings()
     noise: NoiseSettings = NoiseSettings()
-    rewards: Annotated[tuple[Annotated[RewardSettings, NAME_ALONE], ...], Field(min_length=1)]
-    """The rewards that are trained, their advantages weighted and added. Required."""
+    rewards: tuple[Annotated[RewardSettings, NAME_ALONE], ...]
+    """The rewards that are trained, their advantages weighted and added; none, `[]`, where the method learns
+    from a file's pairs. Required."""
     watch: tuple[Annotated[WatchedReward, NAME_ALONE], ...] = ()
     """Rewards that are measured at every evaluation and never trained; none by default."""
     rollout: RolloutSettings = RolloutSettings()
@@ -358,13 +360,18 @@ class Recipe(Section):
         return self
 
     @model_validator(mode="after")
-    def _noise_is_there(self) -> "Recipe":
-        if not self.algorithm.takes_noise:
-            for name in ("kl_weight", "ratio", "step_weights"):
-                value, off = getattr(self.train, name), TrainSettings.model_fields[name].default
-                if value != off:
-                    found = f"{value!r} is for stochastic steps, but {self.algorithm.name} takes none"
-                    refuse(f"train.{name}", found, f"{off}")
+    def _its_method_reads_it(self) -> "Recipe":
+        method, train = self.algorithm, self.train
+        for name in method.unread:
+            value, default = getattr(train, name), TrainSettings.model_fields[name].default
+            if value != default:
+                refuse(
+                    f"train.{name}", f"{value!r}, which algorithm {method.name} does not read", f"{default!r}"
+                )
+        if method.reads_rewards and not self.rewards:
+            refuse("rewards", "there is none to train", "at least 1 in the list")
+        if self.rewards and not method.reads_rewards:
+            refuse("rewards", "pairs from a file train no reward", "[], with what is to be measured in watch")
         return self
 
     @model_validator(mode="after")

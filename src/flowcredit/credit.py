@@ -4,7 +4,7 @@ No tensors.
 """
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
 Rule = Literal["leaves", "fused", "state", "gain", "turning", "similarity"]
 Combine = Literal["sum", "mean"]
@@ -39,6 +39,26 @@ class Neighbours:
     distances; ``quasi_norm`` is the order p of what divides a group's centred rewards.
     """
 
+    needs_reference: ClassVar[bool] = False
+    guided: ClassVar[bool] = True
+
     anchors: int
     temperature: float
     quasi_norm: float
+
+
+@dataclass(frozen=True)
+class Preferences:
+    """Pairs of images whose errors of denoising are compared with the reference's (Diffusion-DPO).
+
+    ``beta`` weighs the errors; ``draws`` noises and noise levels for each pair. ``columns``: those of the
+    prompt file with the chosen and the rejected image; None for the best and the worst of a prompt's samples.
+    Not ``guided``: the error is that of the model's own velocity, which guidance would move from its target.
+    """
+
+    needs_reference: ClassVar[bool] = True
+    guided: ClassVar[bool] = False
+
+    beta: float
+    draws: int
+    columns: tuple[str, str] | None = None

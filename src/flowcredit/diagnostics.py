@@ -15,6 +15,7 @@ from torch import Tensor
 
 from flowcredit.algorithms import dense_grpo, g2rpo
 from flowcredit.assembly import Setup
+from flowcredit.errors import InputError
 from flowcredit.measurement import scored_rollouts
 from flowcredit.methods import DenseGRPOSettings, G2RPOSettings
 from flowcredit.plan import Plan
@@ -122,6 +123,8 @@ def diagnose(setup: Setup, prompts: int, progress: Callable[[int], None] | None 
     The recipe's number of steps and group size are used, whatever its method.
     """
     recipe = setup.recipe
+    if not recipe.rewards:
+        raise InputError("rewards is [], and a diagnosis measures the first of them; expected at least 1")
     steps, group = recipe.algorithm.num_steps, recipe.algorithm.group_size
     dense, tree, branching = trees(steps, group)
     states = _scored(setup, dense, prompts, progress)

@@ -12,14 +12,12 @@ from flowcredit.weights import trainable_parameters
 
 def introduce(setup: Setup, run_dir: Path, console: Console) -> None:
     """What is about to run, and what a user should know of the prompts before it does."""
-    recipe, plan = setup.recipe, setup.algorithm.plan
-    count = recipe.train.prompts_per_iteration
+    recipe = setup.recipe
     trained = sum(p.numel() for p in trainable_parameters(setup.model.network).values())
     console.print(
         f"{recipe.name}: {setup.algorithm.name} on {recipe.model.path}, {trained:,} trained weights"
         f" ({recipe.weights.method}), on {setup.model.device}\n"
-        f"an iteration: {count} prompts, {count * plan.velocity_evaluations} velocity evaluations,"
-        f" {count * plan.decodes} images, each scored by {', '.join(setup.rewards)}\n"
+        f"an iteration: {_iteration(setup)}\n"
         f"run folder: {run_dir}",
         highlight=False,
         soft_wrap=True,
@@ -44,3 +42,13 @@ def introduce(setup: Setup, run_dir: Path, console: Console) -> None:
             if cut:
                 share = f"{cut} of {len(prompts)} prompts ({cut / len(prompts):.0%})"
                 console.print(f"  {share} are longer than the {reader} reads, and cut", highlight=False)
+
+
+def _iteration(setup: Setup) -> str:
+    plan, count = setup.algorithm.plan, setup.recipe.train.prompts_per_iteration
+    if not plan.segments:
+        return f"{count} pairs of images, read from files"
+    return (
+        f"{count} prompts, {count * plan.velocity_evaluations} velocity evaluations,"
+        f" {count * plan.decodes} images, each scored by {', '.join(setup.rewards)}"
+    )

@@ -14,6 +14,7 @@ PAPERS = {
     "g2rpo": "G²RPO (Granular-GRPO), arXiv 2510.01982",
     "dense_grpo": "DenseGRPO, arXiv 2601.20218",
     "flow_grpo": "Flow-GRPO, arXiv 2505.05470",
+    "dpo": "Diffusion-DPO, arXiv 2311.12908",
 }
 
 
@@ -37,6 +38,7 @@ def model_card(recipe: Recipe, pipeline: str, before: Evaluation | None, after: 
         reward.name if reward.weight == 1 else f"{reward.name} (weight {reward.weight:g})"
         for reward in recipe.rewards
     )
+    told = f"rewards: {rewards}" if rewards else f"on the pairs of images in {recipe.prompts.train}"
     method = recipe.algorithm.name
     head = [
         "---",
@@ -50,7 +52,7 @@ def model_card(recipe: Recipe, pipeline: str, before: Evaluation | None, after: 
         "",
         f"{'A LoRA for' if lora else 'All weights of'} `{recipe.model.path}`, aligned by reinforcement"
         f" learning: {PAPERS.get(method, method)}, {after.iteration} iterations of"
-        f" {recipe.train.prompts_per_iteration} prompts, rewards: {rewards}.",
+        f" {recipe.train.prompts_per_iteration} prompts, {told}.",
         "",
         *_usage(recipe, pipeline, lora),
         "",

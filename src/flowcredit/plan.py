@@ -97,6 +97,7 @@ class Node:
 class Plan:
     """Segments over a grid of ``num_steps`` steps, with ``root_width`` initial noises for a prompt.
 
+    Without segments nothing is sampled: what is learned from comes from elsewhere.
     ``root_correlation``: of the initial noises of a prompt, each of which is standard normal.
     Raises ValueError where a segment does not continue its parent, would put noise into sigma 0, copies a
     deterministic state, or leads to no scored end.
@@ -112,8 +113,6 @@ class Plan:
             raise ValueError(f"a plan has {self.num_steps} steps: expected 1 or more")
         if self.root_width < 1:
             raise ValueError(f"a plan has {self.root_width} initial noises for a prompt: expected 1 or more")
-        if not self.segments:
-            raise ValueError("a plan has no segments: expected at least one that is scored")
         for position, segment in enumerate(self.segments):
             self._check_links(position, segment)
             self._check_kind(position, segment)

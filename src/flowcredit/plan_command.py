@@ -53,7 +53,13 @@ def _costs(recipe: Recipe, method: algorithms.Algorithm) -> dict[str, int]:
         "decodes": tree.decodes,
         f"scores ({rewards} x {tree.scores})": rewards * tree.scores,
         "states trained on": method.trained_states(tree),
-    }
+    } | _of_the_reference(recipe, method)
+
+
+def _of_the_reference(recipe: Recipe, method: algorithms.Algorithm) -> dict[str, int]:
+    if not method.needs_reference and recipe.train.kl_weight == 0:
+        return {}
+    return {"  and by the reference": method.trained_states(method.plan)}
 
 
 def _cost_table(recipe: Recipe, method: algorithms.Algorithm) -> list[str]:

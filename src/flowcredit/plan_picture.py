@@ -70,6 +70,8 @@ def _row_note(plan: Plan, row: Sequence[int]) -> str:
 
 def describe(plan: Plan) -> str:
     """The plan as a picture in text, with its cost."""
+    if not plan.segments:
+        return "nothing is sampled for training"
     cell = len(str(plan.num_steps)) + 1
     rows, hanging = _rows(plan)
     size = plan.num_steps * cell + 1

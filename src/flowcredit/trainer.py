@@ -22,6 +22,7 @@ from flowcredit.evaluate import evaluate
 from flowcredit.evaluation_files import load_evaluation, save_evaluation
 from flowcredit.experience import Experience, collect
 from flowcredit.export import export_weights
+from flowcredit.image_pairs import PairError
 from flowcredit.introduction import introduce
 from flowcredit.model_card import write_model_card
 from flowcredit.prompts import iteration_prompts
@@ -158,12 +159,12 @@ def _run(setup: Setup, folder: RunFolder, progress: Progress, console: Console) 
                     _save(folder, progress, recipe)
                     saved = progress.iteration
                 monitor.finish_iteration(iteration_line(tuple(setup.rewards), record))
-                silent = silent + 1 if record["dead_groups"] == 1 else 0
+                silent = silent + 1 if record.get("dead_groups") == 1 else 0
                 _tell_silence(silent, progress.iteration - began_at, monitor)
                 _evaluate_if_due(setup, folder, progress, monitor, held.check)
                 held.check()
-        except (KeyboardInterrupt, RewardError):
-            # Neither comes while weights change.
+        except (KeyboardInterrupt, RewardError, PairError):
+            # None of them comes while weights change.
             if progress.iteration > saved:
                 _save(folder, progress, recipe)
             raise
@@ -219,7 +220,7 @@ def _update(setup: Setup, progress: Progress, rate: float, found: Experience) ->
     first = progress.iteration == 0 and found.teaches
     before = fingerprints(progress.parameters) if first else {}
     metrics = update_policy(
-        setup.model,
+        setup.trained_flow,
         found.cond,
         found.sets,
         progress.optimizer,

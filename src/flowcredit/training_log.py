@@ -28,8 +28,11 @@ def iteration_record(
     For each reward: ``reward/`` its mean over all leaves [R, P, W], ``reward_spread/`` the mean standard
     deviation within a group, ``missing/`` the images without a score, ``failed/`` those of them on
     which the reward failed. ``dead_groups`` is the share of groups whose advantages are all 0.
+    Where nothing was sampled there are neither.
     """
     record: Record = {}
+    if not advantages:
+        return record | metrics
     everything = torch.cat([each.flatten(1) for each in scores.values()], dim=1)
     spreads = torch.cat([each.std(-1) for each in scores.values()], dim=1)
     for row, name in enumerate(rewards):
@@ -43,18 +46,24 @@ def iteration_record(
 
 
 def iteration_line(rewards: Sequence[str], record: Record) -> str:
-    """Rewards, how far the ratio strayed, and the gradient norm, in one line."""
+    """Rewards, how far the ratio or the preference strayed, and the gradient norm, in one line."""
     means = {name: record[f"reward/{name}"] for name in rewards}
     shown = "  ".join(
         f"{name} {'no score' if mean is None else format(mean, '.4f')}" for name, mean in means.items()
     )
-    ratio = ""
+    parts = [shown] if shown else []
     if "on_policy_deviation" in record:
-        ratio = (
-            f"  ratio off by {record['on_policy_deviation']:.0e} before the update, at most"
+        parts.append(
+            f"ratio off by {record['on_policy_deviation']:.0e} before the update, at most"
             f" {record['ratio_max_deviation']:.0e} in it"
         )
-    return f"{shown}{ratio}  gradient {record['grad_norm']:.3f}"
+    if "implicit_margin" in record:
+        parts.append(
+            f"loss {record['loss']:.4f}  margin {record['implicit_margin']:+.4f}, above 0 in"
+            f" {record['implicit_accuracy']:.0%} of pairs"
+        )
+    parts.append(f"gradient {record['grad_norm']:.3f}" if "grad_norm" in record else "no update")
+    return "  ".join(parts)
 
 
 def _number(value: Tensor) -> float | None:

@@ -52,10 +52,12 @@ def update_policy(
     ("accumulated").
 
     The loss is the mean over the entries of the sets of an optimizer step. ``after_step`` is called after
-    each. ``reference`` turns the model into the policy that a KL or a preference is measured from. Raises
-    InputError where the gradient is not finite, and, in float32, where the ratio strays from 1 before the
-    first step.
+    each. ``reference`` turns the model into the policy that a KL or a preference is measured from. Without
+    sets nothing happens, and there are no metrics. Raises InputError where the gradient is not finite, and,
+    in float32, where the ratio strays from 1 before the first step.
     """
+    if not sets:
+        return {}
     sets = [_with_reference(model, cond, each, settings.micro_batch_size, reference) for each in sets]
     steps = [[each] for each in sets] if settings.update == "per_step" else [list(sets)]
     seen: list[tuple[int, Metrics]] = []
@@ -95,10 +97,7 @@ def _with_reference(
         return rows
     assert reference is not None, "an objective that needs a reference was given none"
     with reference():
-        parts = [
-            _velocities(model, cond, [rows.part(first, first + size)])[0]
-            for first in range(0, len(rows.x), size)
-        ]
+        parts = [_velocities(model, cond, part)[0] for part in _chunks([rows], size)]
     return rows.with_reference(torch.cat(parts))
 
 
@@ -113,19 +112,19 @@ def _velocities(model: FlowModel, cond: Conditioning, chunk: Sequence[TrainingSe
 
 
 def _chunks(sets: Sequence[TrainingSet], size: int) -> Iterator[list[TrainingSet]]:
-    """Rows in order, ``size`` to a chunk, across the bounds of sets."""
+    """Rows in order, ``size`` states to a chunk, across the bounds of sets; one row at least."""
     chunk: list[TrainingSet] = []
     room = size
     for rows in sets:
-        first, count = 0, len(rows.x)
+        first, count, states = 0, len(rows.x), rows.x.shape[1]
         while first < count:
-            last = min(count, first + room)
-            chunk.append(rows.part(first, last))
-            room -= last - first
-            first = last
-            if room == 0:
+            if room < states and chunk:
                 yield chunk
                 chunk, room = [], size
+            last = min(count, first + max(1, room // states))
+            chunk.append(rows.part(first, last))
+            room -= (last - first) * states
+            first = last
     if chunk:
         yield chunk
 

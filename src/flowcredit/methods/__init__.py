@@ -8,6 +8,7 @@ from pydantic import BeforeValidator, Field
 from flowcredit.methods.common import MethodSettings
 from flowcredit.methods.dense import DenseGRPOSettings, StepwiseFlowGRPOSettings, TurningPointGRPOSettings
 from flowcredit.methods.granular import G2RPOSettings, TempFlowGRPOSettings
+from flowcredit.methods.preference import DPOSettings
 from flowcredit.methods.trajectory import (
     CoCASettings,
     DanceGRPOSettings,
@@ -23,6 +24,7 @@ __all__ = [
     "AlgorithmSettings",
     "BranchGRPOSettings",
     "CoCASettings",
+    "DPOSettings",
     "DanceGRPOSettings",
     "DenseGRPOSettings",
     "FlowGRPOFastSettings",
@@ -52,6 +54,7 @@ METHODS: Mapping[str, type[MethodSettings]] = {
         TurningPointGRPOSettings,
         CoCASettings,
         NeighborGRPOSettings,
+        DPOSettings,
     )
 }
 """By name, in the order in which they are offered."""
@@ -93,7 +96,8 @@ AlgorithmSettings = Annotated[
         | StepwiseFlowGRPOSettings
         | TurningPointGRPOSettings
         | CoCASettings
-        | NeighborGRPOSettings,
+        | NeighborGRPOSettings
+        | DPOSettings,
         Field(discriminator="name"),
     ],
     BeforeValidator(_g2rpo_if_unnamed),

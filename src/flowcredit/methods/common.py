@@ -31,8 +31,8 @@ class MethodSettings(Section):
     others: ClassVar[Mapping[str, Mapping[str, object]]] = {}
     """What the method expects of other sections of a recipe, where that does not say otherwise."""
 
-    takes_noise: ClassVar[bool] = True
-    """Whether it trains stochastic steps, of which ``train`` may say more."""
+    unread: ClassVar[tuple[str, ...]] = ()
+    """Settings of ``train`` that the method does not read; a recipe that sets one is refused."""
 
     num_steps: Grid = 10
     """Steps T of the sampling grid; 10 as in Flow-GRPO's runs on SD3.5-M."""
@@ -40,6 +40,11 @@ class MethodSettings(Section):
     """Images G of each prompt that are compared; 24 as in Flow-GRPO's runs."""
     advantage_clamp: Positive = 5.0
     """Advantages are cut to plus and minus this; 5 as in Flow-GRPO's released code."""
+
+    @property
+    def reads_rewards(self) -> bool:
+        """Whether rewards tell what is learned."""
+        return True
 
 
 class WindowSettings(MethodSettings):

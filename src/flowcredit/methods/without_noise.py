@@ -12,7 +12,7 @@ class NeighborGRPOSettings(MethodSettings):
     """Neighbor GRPO: a group of perturbed initial noises, and a policy of distances between neighbours
     (arXiv 2511.16955)."""
 
-    takes_noise: ClassVar = False
+    unread: ClassVar = ("kl_weight", "ratio", "step_weights")
     name: Literal["neighbor_grpo"] = "neighbor_grpo"
     """The method; it decides which further settings there are."""
     num_steps: Grid = 8

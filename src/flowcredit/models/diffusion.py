@@ -13,6 +13,7 @@ Axes: B rows in a batch, P prompts, C latent channels, h and w latent height and
 width of CLIP, T training timesteps, H and W image height and width in pixels. A state is [B, C, h, w].
 """
 
+import copy
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -34,6 +35,8 @@ from flowcredit.models.pipelines import (
     count_truncated,
     decode_in_batches,
     decode_latents,
+    encode_in_batches,
+    encode_latents,
     encode_prompts,
     guided_prediction,
     latent_noise,
@@ -190,6 +193,12 @@ class DiffusionFlow:
             difference = ((a + b) * predicted - noisy) / a
         return schedule.unit * (schedule.start - schedule.end) * difference
 
+    def without_guidance(self) -> Self:
+        """The same network under the rows' own text alone, whatever the guidance scale."""
+        plain = copy.copy(self)
+        plain._guidance = None
+        return plain
+
     def _predict(self, noisy: Tensor, timestep: Tensor, cond: Conditioning) -> Tensor:
         dtype = next(self.network.parameters()).dtype
         with computing_in(self.settings):
@@ -203,14 +212,29 @@ class DiffusionFlow:
 
     def decode(self, x0: Tensor) -> Tensor:
         """[B, C, h, w] to [B, 3, H, W] float32 in [0, 1], ``decode_batch_size`` images at a time."""
-        end = self._schedule.end
-        scale = 1 / (self._schedule.unit * math.hypot(1 - end, end))
         return decode_in_batches(
-            lambda rows: decode_latents(self.pipeline.vae, rows * scale),
+            lambda rows: decode_latents(self.pipeline.vae, rows / self._image_unit),
             x0,
             self.pipeline,
             self.settings,
         )
+
+    def encode_images(self, images: Tensor) -> Tensor:
+        """[B, 3, H, W] in [0, 1] to [B, C, h, w] float32 states at sigma 0, as many at a time.
+
+        As in decoding, the state at sigma 0 is taken for the pure image.
+        """
+        return encode_in_batches(
+            lambda rows: encode_latents(self.pipeline.vae, rows) * self._image_unit,
+            images,
+            self.settings.decode_batch_size,
+        )
+
+    @property
+    def _image_unit(self) -> float:
+        """States at sigma 0 are the VAE's latents times this."""
+        end = self._schedule.end
+        return self._schedule.unit * math.hypot(1 - end, end)
 
     def time_grid(self, num_steps: int) -> Tensor:
         """The sigmas of DDIM's trailing timesteps, [num_steps + 1] float64, 1 to 0.

@@ -23,6 +23,8 @@ from flowcredit.models.pipelines import (
     count_truncated,
     decode_in_batches,
     decode_latents,
+    encode_in_batches,
+    encode_latents,
     encode_prompts,
     latent_noise,
     load_pipeline,
@@ -144,6 +146,10 @@ class FluxFlow:
             )[0]
         return velocity.to(torch.float32)
 
+    def without_guidance(self) -> Self:
+        """Itself: the guidance that FLUX embeds is an input of its network, which has no other velocity."""
+        return self
+
     def decode(self, x0: Tensor) -> Tensor:
         """[B, S, 4C] to [B, 3, H, W] float32 in [0, 1], ``decode_batch_size`` images at a time."""
         return decode_in_batches(self._decode_batch, x0, self.pipeline, self.settings)
@@ -151,6 +157,14 @@ class FluxFlow:
     def _decode_batch(self, x0: Tensor) -> Tensor:
         latents = unpack_latents(x0, self._latent_height, self._latent_width)
         return decode_latents(self.pipeline.vae, latents)
+
+    def encode_images(self, images: Tensor) -> Tensor:
+        """[B, 3, H, W] in [0, 1] to [B, S, 4C] float32 states at sigma 0, as many at a time."""
+        return encode_in_batches(
+            lambda rows: pack_latents(encode_latents(self.pipeline.vae, rows)),
+            images,
+            self.settings.decode_batch_size,
+        )
 
     def time_grid(self, num_steps: int) -> Tensor:
         """The sigmas of ``FluxPipeline.__call__`` at this image size, [num_steps + 1] float64, 1 to 0.

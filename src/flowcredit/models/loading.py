@@ -4,9 +4,10 @@ import importlib
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, Self
 
 import torch
+from torch import Tensor
 
 from flowcredit.errors import InputError
 from flowcredit.interfaces import FlowModel
@@ -44,6 +45,17 @@ class PipelineFlow(FlowModel, Protocol):
 
     def truncated(self, prompts: Sequence[str]) -> dict[str, int]:
         """How many prompts are longer than each text encoder reads."""
+        ...
+
+    def encode_images(self, images: Tensor) -> Tensor:
+        """[B, 3, H, W] images in [0, 1] to [B, *D] float32 states at sigma 0; no gradient.
+
+        ``decode`` makes of them what the VAE keeps of the images; its mode is taken, so nothing is drawn.
+        """
+        ...
+
+    def without_guidance(self) -> Self:
+        """The same flow, on the same network, whose ``velocity`` is free of classifier-free guidance."""
         ...
 
     def set_gradient_checkpointing(self, enabled: bool) -> None:

@@ -304,6 +304,18 @@ def decode_latents(vae: Any, latents: Tensor) -> Tensor:
     return vae.decode(unscaled.to(vae.dtype), return_dict=False)[0]
 
 
+@torch.no_grad()
+def encode_in_batches(encode: Callable[[Tensor], Tensor], images: Tensor, size: int) -> Tensor:
+    """[B, 3, H, W] in [0, 1] to float32 states, ``size`` at a time; ``encode`` is given -1 to 1."""
+    return torch.cat([encode(rows * 2 - 1).to(torch.float32) for rows in images.split(size)])
+
+
+def encode_latents(vae: Any, pixels: Tensor) -> Tensor:
+    """[B, 3, H, W] in [-1, 1] to [B, C, h, w] latents of an AutoencoderKL: the mode, nothing is drawn."""
+    latents = vae.encode(pixels.to(vae.dtype)).latent_dist.mode().to(torch.float32)
+    return (latents - (vae.config.shift_factor or 0.0)) * vae.config.scaling_factor
+
+
 def set_checkpointing(network: Any, enabled: bool) -> None:
     """Recompute a diffusers network's blocks in the backward pass instead of keeping activations, or not."""
     if enabled:

@@ -5,6 +5,7 @@ tokens, L text tokens, E width of the language model, H and W image height and w
 [B, S, 4C]: each token holds a 2x2 patch of the latent image, as in diffusers.
 """
 
+import copy
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Self
@@ -26,6 +27,7 @@ from flowcredit.models.pipelines import (
     computing_in,
     count_truncated,
     decode_in_batches,
+    encode_in_batches,
     encode_prompts,
     latent_noise,
     load_pipeline,
@@ -138,6 +140,12 @@ class QwenImageFlow:
         guided = without + self._guidance.scale * (with_text - without)
         return guided * (with_text.norm(dim=-1, keepdim=True) / guided.norm(dim=-1, keepdim=True))
 
+    def without_guidance(self) -> Self:
+        """The same network under the rows' own text alone, whatever the guidance scale."""
+        plain = copy.copy(self)
+        plain._guidance = None
+        return plain
+
     def _predict(self, x: Tensor, sigma: Tensor, cond: Conditioning) -> Tensor:
         dtype = next(self.network.parameters()).dtype
         # Float32 and in the scheduler's unit and back, as the pipeline does it: the same rounding.
@@ -161,11 +169,27 @@ class QwenImageFlow:
     def _decode_batch(self, x0: Tensor) -> Tensor:
         vae = self.pipeline.vae
         latents = unpack_latents(x0.to(torch.float32), self._latent_height, self._latent_width)
-        mean = latents.new_tensor(vae.config.latents_mean)[:, None, None]
-        std = latents.new_tensor(vae.config.latents_std)[:, None, None]
+        mean, std = self._latent_moments(latents)
         # The VAE is one of videos: an image is their first frame.
         video = (latents * std + mean).to(vae.dtype).unsqueeze(2)
         return vae.decode(video, return_dict=False)[0][:, :, 0]
+
+    def encode_images(self, images: Tensor) -> Tensor:
+        """[B, 3, H, W] in [0, 1] to [B, S, 4C] float32 states at sigma 0, as many at a time."""
+        return encode_in_batches(self._encode_pixels, images, self.settings.decode_batch_size)
+
+    def _encode_pixels(self, pixels: Tensor) -> Tensor:
+        vae = self.pipeline.vae
+        video = pixels.to(vae.dtype).unsqueeze(2)
+        latents = vae.encode(video).latent_dist.mode()[:, :, 0].to(torch.float32)
+        mean, std = self._latent_moments(latents)
+        return pack_latents((latents - mean) / std)
+
+    def _latent_moments(self, latents: Tensor) -> tuple[Tensor, Tensor]:
+        """Mean and deviation of the VAE's latents, [C, 1, 1] each."""
+        config = self.pipeline.vae.config
+        mean = latents.new_tensor(config.latents_mean)[:, None, None]
+        return mean, latents.new_tensor(config.latents_std)[:, None, None]
 
     def time_grid(self, num_steps: int) -> Tensor:
         """The sigmas of the pipeline's call at this image size, [num_steps + 1] float64, 1 to 0.

@@ -4,6 +4,7 @@ Axes: B rows in a batch, P prompts, C latent channels, h and w latent height and
 of CLIP, then those of T5), E width of T5, H and W image height and width in pixels. A state is [B, C, h, w].
 """
 
+import copy
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Self
@@ -26,6 +27,8 @@ from flowcredit.models.pipelines import (
     count_truncated,
     decode_in_batches,
     decode_latents,
+    encode_in_batches,
+    encode_latents,
     encode_prompts,
     guided_prediction,
     latent_noise,
@@ -129,6 +132,12 @@ class SD3Flow:
         """[B, C, h, w] states at [B] sigmas to guided float32 velocities; row i under row i of ``cond``."""
         return guided_prediction(self._predict, x, sigma, cond, self._guidance)
 
+    def without_guidance(self) -> Self:
+        """The same network under the rows' own text alone, whatever the guidance scale."""
+        plain = copy.copy(self)
+        plain._guidance = None
+        return plain
+
     def _predict(self, x: Tensor, sigma: Tensor, cond: Conditioning) -> Tensor:
         dtype = next(self.network.parameters()).dtype
         with computing_in(self.settings):
@@ -145,6 +154,12 @@ class SD3Flow:
         """[B, C, h, w] to [B, 3, H, W] float32 in [0, 1], ``decode_batch_size`` images at a time."""
         return decode_in_batches(
             lambda rows: decode_latents(self.pipeline.vae, rows), x0, self.pipeline, self.settings
+        )
+
+    def encode_images(self, images: Tensor) -> Tensor:
+        """[B, 3, H, W] in [0, 1] to [B, C, h, w] float32 states at sigma 0, as many at a time."""
+        return encode_in_batches(
+            lambda rows: encode_latents(self.pipeline.vae, rows), images, self.settings.decode_batch_size
         )
 
     def time_grid(self, num_steps: int) -> Tensor:

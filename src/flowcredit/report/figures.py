@@ -28,9 +28,9 @@ class _Panel:
 def learning_curves(data: RunData) -> str | None:
     """Held-out reward, a row each, against iterations and against velocity evaluations of training.
 
-    The band is one standard error over the prompts. None without at least two evaluations.
+    The band is one standard error over the prompts. None without a reward or with fewer than two evaluations.
     """
-    if len(data.snapshots) < 2:
+    if len(data.snapshots) < 2 or not data.snapshots[0].evaluation.scores:
         return None
     evaluations = [snapshot.evaluation for snapshot in data.snapshots]
     names = list(evaluations[0].scores)
@@ -110,8 +110,12 @@ def _panels(data: RunData) -> list[_Panel]:
         ),
         ("Share of groups without a signal", {"dead_groups": ""}, {"bottom": 0}),
         ("KL from the model before training", {"kl_reference": ""}, {"bottom": 0}),
+        ("Implicit margin of the pairs", {"implicit_margin": ""}, {"smooth": True}),
+        ("Share of pairs with a margin above 0", {"implicit_accuracy": ""}, {"smooth": True, "bottom": 0}),
         ("Learning rate", {"learning_rate": ""}, {"bottom": 0}),
     ]
+    if any(not math.isnan(value) for value in data.column("implicit_margin")):
+        lines.insert(-3, ("Loss over the pairs", {"loss": ""}, {"smooth": True}))
     panels = []
     for title, keys, options in lines:
         columns = [(label, data.column(key)) for key, label in keys.items()]
