@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from flowcredit.compare.settings import ArmSettings, Changes, ComparisonSettings
+from flowcredit.compare.settings import Changes, ComparisonSettings
 from flowcredit.config import Recipe
 from flowcredit.errors import InputError
 from flowcredit.recipe_io import load_recipe, load_settings
@@ -190,5 +190,4 @@ def _arm(text: str) -> Arm:
         raise InputError(f"{where}: {str(error).lower()}; {_ARM}") from None
     if not colon or not name.strip() or not words:
         raise InputError(f"{where}: expected NAME: RECIPE, and settings to change; {_ARM}")
-    ArmSettings(name=name.strip())
     return Arm(name.strip(), Path(words[0]), tuple(words[1:]), where=where)
