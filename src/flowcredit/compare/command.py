@@ -21,7 +21,7 @@ from flowcredit.compare.runs import (
     write_recipes,
 )
 from flowcredit.compare.screen import Screen
-from flowcredit.compare.tasks import base_task, measured_pace, pace_task, run_task
+from flowcredit.compare.tasks import before_task, measured_pace, pace_task, run_task
 from flowcredit.errors import InputError
 from flowcredit.published import PUBLISHED
 
@@ -127,7 +127,7 @@ def _run(
 ) -> list[Failure]:
     tasks = [run_task(each, comparison.steps) for each in _seeds_first(runs)]
     if comparison.steps:
-        tasks.append(base_task(runs[0], out, comparison.steps))
+        tasks.append(before_task(runs[0], out, comparison.steps))
     for line in _introduction(comparison, budget, runs, out, parallel):
         console.print(line, highlight=False, markup=False, soft_wrap=True)
     return _go(tasks, parallel, start, console)

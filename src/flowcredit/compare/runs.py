@@ -74,13 +74,10 @@ class Run:
             self.folder.rmdir()
         return ["train", str(self.recipe_file)]
 
-    def missing_steps(self, steps: Sequence[int]) -> list[int]:
-        """Those of the numbers of sampling steps at which the final weights are still to be evaluated."""
-        own = self.recipe.evaluation.num_steps or self.recipe.algorithm.num_steps
-        return [count for count in steps if count != own and not self.steps_file(count).is_file()]
-
-    def steps_file(self, steps: int) -> Path:
-        return self.folder.with_name(f"{self.folder.name}.steps-{steps}.json")
+    @property
+    def own_steps(self) -> int:
+        """Sampling steps of the evaluations during the run."""
+        return self.recipe.evaluation.num_steps or self.recipe.algorithm.num_steps
 
 
 def plan_runs(comparison: Comparison, budget: Budget, out: Path, paces: dict[str, float]) -> list[Run]:

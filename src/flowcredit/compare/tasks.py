@@ -7,6 +7,7 @@ from pathlib import Path
 from flowcredit.compare.arms import Arm
 from flowcredit.compare.processes import Task
 from flowcredit.compare.runs import Run
+from flowcredit.compare.steps import steps_command, steps_there
 from flowcredit.costs import iteration_costs
 from flowcredit.errors import InputError
 from flowcredit.recipe_io import dump_recipe
@@ -20,55 +21,52 @@ def run_task(run: Run, steps: Sequence[int]) -> Task:
     """Train a run, then evaluate its final weights at the numbers of ``steps`` that its recipe does not
     have."""
     costs = [cost.velocity_evaluations for cost in run.costs()]
-    wanted = [count for count in steps if count != _own_steps(run)]
+    wanted = [count for count in steps if count != run.own_steps]
     prompts = run.recipe.evaluation.prompts
+
+    def missing() -> list[int]:
+        return [count for count in wanted if count not in steps_there(run.folder)]
 
     def command() -> list[str] | None:
         if not run.trained:
             return run.train()
-        missing = run.missing_steps(steps)
-        if not missing:
-            return None
-        return ["evaluate", str(run.folder), "--steps", str(missing[0]), "--out", str(run.steps_file(missing[0]))]
-
-    def done() -> float:
-        evaluated = sum(set(wanted) - set(run.missing_steps(wanted)))
-        return costs[min(run.done(), run.iterations)] + prompts * evaluated
+        left = missing()
+        return steps_command(run.folder, run.folder, left) if left else None
 
     return Task(
         name=run.name,
         console_file=run.console_file,
         command=command,
         work=costs[-1] + prompts * sum(wanted),
-        done=done,
+        done=lambda: costs[min(run.done(), run.iterations)] + prompts * (sum(wanted) - sum(missing())),
         peak=lambda size: _keep_peak(run.memory_file, size),
     )
 
 
-def base_file(out: Path, steps: int) -> Path:
-    """The scores before training at a number of sampling steps."""
-    return out / "before" / f"steps-{steps}.json"
+def before_place(out: Path) -> Path:
+    """Beside this lie the scores before training."""
+    return out / "before"
 
 
-def base_task(run: Run, out: Path, steps: Sequence[int]) -> Task:
+def before_task(run: Run, out: Path, steps: Sequence[int]) -> Task:
     """Evaluate the model of a run as it was before training at the numbers of ``steps``."""
-    wanted = [count for count in steps if count != _own_steps(run)]
+    place = before_place(out)
+    wanted = [count for count in steps if count != run.own_steps]
 
     def missing() -> list[int]:
-        return [count for count in wanted if not base_file(out, count).is_file()]
+        return [count for count in wanted if count not in steps_there(place)]
 
     def command() -> list[str] | None:
-        for count in missing():
-            to = base_file(out, count)
-            return ["evaluate", str(run.recipe_file), "--steps", str(count), "--out", str(to)]
-        return None
+        left = missing()
+        return steps_command(run.recipe_file, place, left) if left else None
 
+    prompts = run.recipe.evaluation.prompts
     return Task(
         name="before training",
-        console_file=out / "before" / "steps.log",
+        console_file=place.with_name("before.log"),
         command=command,
-        work=run.recipe.evaluation.prompts * sum(wanted),
-        done=lambda: run.recipe.evaluation.prompts * (sum(wanted) - sum(missing())),
+        work=prompts * sum(wanted),
+        done=lambda: prompts * (sum(wanted) - sum(missing())),
     )
 
 
@@ -120,10 +118,6 @@ def measured_pace(arm: Arm, seed: int, out: Path) -> float:
     costs = iteration_costs(arm.load([f"seed={seed}"]))
     counted = [next(costs).velocity_evaluations for _ in range(PACE_ITERATIONS)][1:]
     return float(seconds / sum(counted))
-
-
-def _own_steps(run: Run) -> int:
-    return run.recipe.evaluation.num_steps or run.recipe.algorithm.num_steps
 
 
 def _keep_peak(file: Path, size: int) -> None:
