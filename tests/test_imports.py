@@ -25,7 +25,7 @@ FLOORS = (
     ("policy_loss",),
     ("interfaces",),
     ("algorithms",),
-    ("rollout", "scoring"),
+    ("rollout", "scoring", "costs"),
     ("models", "rewards"),
     ("objectives",),
     ("neighbours",),
@@ -35,7 +35,7 @@ FLOORS = (
     ("evaluation_files",),
     ("evaluate", "calibration", "diagnostics"),
     ("report", "calibrate", "check"),
-    ("trainer", "serving"),
+    ("trainer", "serving", "compare"),
     ("cli_inputs",),
     ("tool_commands",),
     ("cli",),
@@ -59,6 +59,7 @@ LIGHT = (
     "plan_picture",
     "credit",
     "algorithms",
+    "costs",
     "cli",
     "run_folder",
     "tool_commands",
@@ -161,6 +162,7 @@ LIGHT_COMMANDS = (
     ["plan", str(ROOT / "recipes" / "shapes_g2rpo.yaml")],
     ["settings"],
     ["serve-reward", "--help"],
+    ["compare", "--help"],
     ["train", "no_such_recipe.yaml"],
 )
 

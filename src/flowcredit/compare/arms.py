@@ -101,7 +101,9 @@ def read_comparison(path: Path) -> Comparison:
         whole = Arm(arm.name, Path(source), tuple(at), where=f"{path}:{lines['arms', place]}", places=at)
         for values in _combinations(settings.grid):
             changed = {_override(key, value): f"{path}:{lines['grid', key]}" for key, value in values.items()}
-            label = ", ".join([arm.name, *(f"{key.rpartition('.')[2]} {_short(v)}" for key, v in values.items())])
+            label = ", ".join(
+                [arm.name, *(f"{key.rpartition('.')[2]} {_short(v)}" for key, v in values.items())]
+            )
             arms.append(
                 replace(whole, name=label, overrides=(*whole.overrides, *changed), places={**at, **changed})
             )

@@ -41,7 +41,9 @@ def adjusted(
         comparison = replace(comparison, steps=tuple(dict.fromkeys(steps)))
     if comparison.beside is not None and comparison.beside not in PUBLISHED:
         known = ", ".join(PUBLISHED)
-        raise InputError(f"beside: there is no published table '{comparison.beside}'; expected one of {known}")
+        raise InputError(
+            f"beside: there is no published table '{comparison.beside}'; expected one of {known}"
+        )
     if budget is not None:
         return comparison, parse_budget(budget)
     if comparison.budget is None:
@@ -78,7 +80,9 @@ def compare_command(
     try:
         lock.acquire()
     except Timeout:
-        raise InputError(f"{out}: another comparison is at work there; wait for its end, or stop it") from None
+        raise InputError(
+            f"{out}: another comparison is at work there; wait for its end, or stop it"
+        ) from None
     try:
         paces = _paces(comparison, budget, out, parallel, start, console, run)
         runs = plan_runs(comparison, budget, out, paces)
@@ -148,8 +152,8 @@ def _introduction(
     comparison: Comparison, budget: Budget, runs: Sequence[Run], out: Path, parallel: int
 ) -> list[str]:
     lines = [
-        f"{len(comparison.arms)} arms x {len(comparison.seeds)} seeds at {budget.words} a run, {parallel} at a"
-        f" time, in {out}"
+        f"{len(comparison.arms)} arms x {len(comparison.seeds)} seeds at {budget.words} a run,"
+        f" {parallel} at a time, in {out}"
     ]
     for arm in comparison.arms:
         mine = [run for run in runs if run.arm is arm]

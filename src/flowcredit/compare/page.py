@@ -141,9 +141,7 @@ def _markdown(title: str, status: str, notes: Sequence[str], tables: Sequence[Ta
     return "\n".join(head) + "\n" + "\n".join(markdown(table) for table in tables)
 
 
-def to_json(
-    comparison: Comparison, budget: Budget, results: Results, notes: Sequence[str]
-) -> dict[str, Any]:
+def to_json(comparison: Comparison, budget: Budget, results: Results, notes: Sequence[str]) -> dict[str, Any]:
     """Every number of the page, null where there is none."""
     settings = differing([arm.runs[0].recipe for arm in results.arms])
     first = results.arms[0]

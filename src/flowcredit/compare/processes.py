@@ -48,7 +48,7 @@ class Failure:
 class Listener(Protocol):
     """Who is told what goes on."""
 
-    def started(self, task: Task) -> None: ...
+    def started(self, task: Task, words: Sequence[str]) -> None: ...
 
     def finished(self, task: Task) -> None: ...
 
@@ -135,7 +135,7 @@ def run_tasks(tasks: Sequence[Task], parallel: int, start: Start, listener: List
                 while waiting and len(running) < parallel:
                     task = waiting.pop(0)
                     running[task.name] = _begin(task, start)
-                    listener.started(task)
+                    listener.started(task, running[task.name].words)
                 time.sleep(TICK_S)
                 listener.tick()
                 for each in list(running.values()):
@@ -223,7 +223,7 @@ def _stop_signals() -> Iterator[_Stop]:
 
 
 def _end_all(processes: Sequence[Process], stop: _Stop) -> None:
-    """End processes: at first as Ctrl-C does, so that they save; a second Ctrl-C of ours ends them at once."""
+    """End processes: first as Ctrl-C does, so that they save; a second Ctrl-C of ours ends them at once."""
     asked_before = stop.asked
     for kind in (signal.SIGINT, signal.SIGTERM, signal.SIGKILL):
         left = [process for process in processes if process.poll() is None]

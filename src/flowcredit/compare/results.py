@@ -16,7 +16,7 @@ from flowcredit.compare.tasks import before_place
 from flowcredit.comparison import Evaluation, summarise
 from flowcredit.costs import Cost
 from flowcredit.errors import InputError
-from flowcredit.evaluation_files import from_json, load_evaluation
+from flowcredit.evaluation_files import from_json
 from flowcredit.report.run_data import RunData, Snapshot, read_run
 
 Means = Mapping[str, float]
@@ -140,8 +140,8 @@ def _other_beginnings(arms: Sequence[ArmResult], lead: ArmResult) -> list[str]:
             means = each.points[0].means
             if any(abs(means[name] - start[name]) > 1e-3 for name in means.keys() & start.keys()):
                 found.append(
-                    f"{arm.arm.name} began with other held-out scores than {lead.arm.name}: its model, grid or"
-                    f" number of steps differs; the row before training is {lead.arm.name}'s"
+                    f"{arm.arm.name} began with other held-out scores than {lead.arm.name}: its model, grid"
+                    f" or number of steps differs; the row before training is {lead.arm.name}'s"
                 )
     return found
 
@@ -219,9 +219,7 @@ def final(arm: ArmResult, reward: str, steps: int | None = None) -> dict[int, fl
     """By seed, the mean score of the final weights; ``steps`` the recipe's own by default."""
     count = arm.own_steps if steps is None else steps
     return {
-        each.run.seed: each.steps[count].get(reward, math.nan)
-        for each in arm.finished
-        if count in each.steps
+        each.run.seed: each.steps[count].get(reward, math.nan) for each in arm.finished if count in each.steps
     }
 
 

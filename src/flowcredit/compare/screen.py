@@ -38,7 +38,9 @@ class Screen:
             transient=True,
             disable=not console.is_terminal,
         )
-        self._row = self._bar.add_task("runs", total=max(self._total, 1.0), completed=self._first, left="")
+        self._row = self._bar.add_task(
+            "runs", total=max(self._total, 1.0), completed=int(self._first), left=""
+        )
 
     def __enter__(self) -> Self:
         self._bar.start()
@@ -49,9 +51,10 @@ class Screen:
     ) -> None:
         self._bar.stop()
 
-    def started(self, task: Task) -> None:
-        self._running.append(task.name)
-        self._say(f"started {task.name}")
+    def started(self, task: Task, words: Sequence[str]) -> None:
+        if task.name not in self._running:
+            self._running.append(task.name)
+        self._say(f"{words[0]} {task.name}")
 
     def finished(self, task: Task) -> None:
         self._running.remove(task.name)

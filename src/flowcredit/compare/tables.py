@@ -43,7 +43,9 @@ def score_tables(results: Results, steps: Sequence[int]) -> list[Table]:
     alone = own.pop() if len(own) == 1 else None
     counts: list[int | None] = [None]
     if steps:
-        counts = [None if count == alone else count for count in sorted({*steps, *([alone] if alone else [])})]
+        counts = [
+            None if count == alone else count for count in sorted({*steps, *([alone] if alone else [])})
+        ]
     tables = []
     for count in counts:
         shown = alone if count is None else count
@@ -69,7 +71,9 @@ def _scores(results: Results, steps: int | None, at: str) -> Table:
     for arm in results.arms:
         cells = [
             Cell(
-                show(found[arm.arm.name, reward], digits[reward], of=len(arm.runs)),
+                show(found[arm.arm.name, reward], digits[reward], of=len(arm.runs))
+                if final(arm, reward, steps)
+                else "not there yet",
                 trained=reward in arm.trained,
             )
             for reward in rewards
@@ -98,7 +102,9 @@ def _differences(results: Results, steps: int | None, at: str) -> Table:
             arm.arm.name,
             tuple(
                 Cell(
-                    show(found[arm.arm.name, reward], digits[reward], of=len(arm.runs), signed=True),
+                    show(found[arm.arm.name, reward], digits[reward], of=len(arm.runs), signed=True)
+                    if found[arm.arm.name, reward].count
+                    else NONE,
                     reward in arm.trained,
                     _direction(found[arm.arm.name, reward]),
                 )

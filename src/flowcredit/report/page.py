@@ -16,6 +16,7 @@ from flowcredit.report.run_data import RunData, Snapshot, comparable, read_run
 from flowcredit.report.tiles import tiles
 from flowcredit.run_folder import write_text
 
+
 def build_report(run_dir: Path) -> Path:
     """Write ``report.html`` into a run's folder, complete in itself, and return its path.
 
