@@ -96,7 +96,7 @@ BudgetOption = Annotated[
     str | None,
     typer.Option(
         metavar="KIND=N",
-        help="What each run may cost: nfe=4e5 (velocity evaluations), seconds=600 or calls=2e4 (reward calls).",
+        help="Each run's cost: nfe=4e5 (velocity evaluations), seconds=600 or calls=2e4 (reward calls).",
         show_default=False,
     ),
 ]

@@ -70,7 +70,7 @@ def iterations_within(recipe: Recipe, budget: Budget, pace: float | None = None)
     if count == 0:
         price = f"{one:,.0f}" if one >= 10 else f"{one:.2g}"
         raise InputError(
-            f"one iteration costs {price} {KINDS[budget.kind]}, more than the budget of {budget.words};"
+            f"one iteration costs {price} {KINDS[budget.kind]}, more than the budget of {budget.amount:,.0f};"
             " raise it, or lower train.prompts_per_iteration or algorithm.group_size"
         )
     return count

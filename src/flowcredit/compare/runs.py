@@ -110,17 +110,19 @@ def plan_runs(comparison: Comparison, budget: Budget, out: Path, paces: dict[str
 
 def refuse_others(out: Path, runs: Sequence[Run], budget: Budget) -> None:
     """InputError where the folder holds runs of other settings or another budget than are asked for."""
+    if plan_file(out).is_file() and (before := str(_read_plan(out)["budget"])) != str(budget):
+        raise InputError(
+            f"{out}: holds a comparison at a budget of {before}, asked for {budget}; choose another --out"
+        )
     for run in runs:
-        held = [file for file in (RunFolder(run.folder).recipe, run.recipe_file) if file.is_file()]
-        for file in held:
-            changes = differences(load_recipe(file), run.recipe)
-            if not changes:
-                continue
-            more = f" and {len(changes) - 1} more" if len(changes) > 1 else ""
-            raise InputError(
-                f"{file}: {run.name} was asked for with other settings before ({changes[0]}{more}); ask for"
-                f" the same (its budget was {_budget_of(out)}, now {budget}), or choose another --out"
-            )
+        for file in (RunFolder(run.folder).recipe, run.recipe_file):
+            changes = differences(load_recipe(file), run.recipe) if file.is_file() else []
+            if changes:
+                more = f" and {len(changes) - 1} more" if len(changes) > 1 else ""
+                raise InputError(
+                    f"{file}: {run.name} was asked for with other settings before ({changes[0]}{more}); ask"
+                    " for the same, or choose another --out"
+                )
 
 
 def differences(before: Recipe, after: Recipe) -> list[Change]:
@@ -148,10 +150,6 @@ def read_paces(out: Path) -> dict[str, float]:
 
 def plan_file(out: Path) -> Path:
     return out / "plan.json"
-
-
-def _budget_of(out: Path) -> str:
-    return str(_read_plan(out)["budget"]) if plan_file(out).is_file() else "not kept"
 
 
 def _read_plan(out: Path) -> dict[str, dict[str, float]]:

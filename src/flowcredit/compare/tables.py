@@ -38,14 +38,11 @@ class Table:
 
 
 def score_tables(results: Results, steps: Sequence[int]) -> list[Table]:
-    """Scores and their differences from the first arm: at the recipe's own number of steps, then at others."""
+    """Scores and their differences from the first arm: at the recipes' own number of steps, and others."""
     own = {arm.own_steps for arm in results.arms}
     alone = own.pop() if len(own) == 1 else None
     counts: list[int | None] = [None]
-    if steps:
-        counts = [
-            None if count == alone else count for count in sorted({*steps, *([alone] if alone else [])})
-        ]
+    counts += [count for count in sorted(steps) if count != alone]
     tables = []
     for count in counts:
         shown = alone if count is None else count
