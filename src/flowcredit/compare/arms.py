@@ -62,7 +62,7 @@ class Comparison:
     points: int = 5
     images: int = 8
     title: str = ""
-    beside: str | None = None
+    beside: tuple[str, ...] = ()
 
 
 def from_words(recipes: Sequence[str], arms: Sequence[str]) -> Comparison:

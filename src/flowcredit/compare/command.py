@@ -39,11 +39,10 @@ def adjusted(
         comparison = replace(comparison, seeds=tuple(range(seeds)))
     if steps:
         comparison = replace(comparison, steps=tuple(dict.fromkeys(steps)))
-    if comparison.beside is not None and comparison.beside not in PUBLISHED:
-        known = ", ".join(PUBLISHED)
-        raise InputError(
-            f"beside: there is no published table '{comparison.beside}'; expected one of {known}"
-        )
+    for name in comparison.beside:
+        if name not in PUBLISHED:
+            known = ", ".join(PUBLISHED)
+            raise InputError(f"beside: there is no published table '{name}'; expected one of {known}")
     if budget is not None:
         return comparison, parse_budget(budget)
     if comparison.budget is None:

@@ -54,7 +54,7 @@ def write_page(
     title = comparison.title or comparison.name
     scores = score_tables(results, comparison.steps)
     others = [cost_table(results), settings_table(results)]
-    beside = [] if comparison.beside is None else [published(PUBLISHED[comparison.beside])]
+    beside = [published(PUBLISHED[name]) for name in comparison.beside]
     page = environment.get_template("comparison_page.html.j2").render(
         title=title,
         status=_status(results, budget),

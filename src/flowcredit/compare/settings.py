@@ -40,8 +40,8 @@ class ComparisonSettings(Section):
     """Evaluations during a run, besides the one before it; 5."""
     images: CountOrNone = 8
     """Prompts whose images stand on the page; 8."""
-    beside: Text | None = None
-    """A paper's table to print below, by its name in flowcredit.published; none by default."""
+    beside: tuple[Text, ...] = ()
+    """Papers' tables to print below, by their names in `flowcredit evaluate --beside`; none by default."""
     set: Changes = Field(default_factory=dict)
     """Settings to change in every arm, by their dotted names; an arm's own win over them."""
     grid: dict[str, Annotated[tuple[JsonValue, ...], Field(min_length=1)]] = Field(default_factory=dict)
