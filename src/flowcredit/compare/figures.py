@@ -17,6 +17,8 @@ from flowcredit.report.style import COLOURS, STYLE, WIDTH, short, to_svg
 MORE_COLOURS = (*COLOURS, "#56B4E9", "#B8860B", "#222222")
 DASHES = ("-", "--", "-.", ":")
 MARKERS = ("o", "s", "^", "D", "v", "P")
+MOST_ARMS = 16
+"""More curves than these cannot be told apart."""
 AGAINST: Sequence[tuple[str, Callable[[Point], float]]] = (
     ("velocity evaluations", lambda point: point.cost.velocity_evaluations),
     ("seconds of training", lambda point: point.seconds),
@@ -28,11 +30,11 @@ AGAINST: Sequence[tuple[str, Callable[[Point], float]]] = (
 def learning_curves(results: Results) -> str | None:
     """Each reward a row: its mean over seeds with the 95 % interval, against what was spent.
 
-    None where no arm has two points.
+    None where no arm has two points, or there are more than ``MOST_ARMS``.
     """
     arms = [arm for arm in results.arms if len(curve(arm)) > 1]
     rewards = results.rewards
-    if not arms or not rewards:
+    if not arms or not rewards or len(arms) > MOST_ARMS:
         return None
     with matplotlib.rc_context(STYLE):
         legend = 0.22 * -(-len(arms) // 3)

@@ -16,6 +16,8 @@ from typing import Protocol
 
 PATIENCE_S = 60.0
 """How long a child that was asked to stop may take to save what it has, before it is ended."""
+PATIENCE_ENDING_S = 5.0
+"""How long one that was ended may take before it is killed."""
 TICK_S = 0.2
 
 
@@ -229,7 +231,7 @@ def _end_all(processes: Sequence[Process], stop: _Stop) -> None:
         left = [process for process in processes if process.poll() is None]
         for process in left:
             process.send(kind)
-        until = time.monotonic() + (PATIENCE_S if kind == signal.SIGINT else 5.0)
+        until = time.monotonic() + (PATIENCE_S if kind == signal.SIGINT else PATIENCE_ENDING_S)
         while any(process.poll() is None for process in left) and time.monotonic() < until:
             if stop.asked > max(1, asked_before) and kind != signal.SIGKILL:
                 break

@@ -13,6 +13,8 @@ from flowcredit.recipe_io import recipe_diff
 
 NONE = "–"
 """What stands where there is no value."""
+MOST_COLUMNS = 6
+"""Arms that stand side by side in the table of settings."""
 BY_BUDGET = ("name", "output", "seed", "train.iterations", "evaluation.every")
 """Settings that follow from the comparison itself."""
 
@@ -163,14 +165,16 @@ def _span(values: Sequence[int]) -> str:
 
 
 def settings_table(results: Results) -> Table:
-    """The settings in which the arms' recipes differ, a column for each arm."""
-    recipes = [arm.runs[0].recipe for arm in results.arms]
-    by_setting = differing(recipes)
-    rows = tuple(
-        (setting, tuple(Cell(_value(value)) for value in values)) for setting, values in by_setting.items()
-    )
+    """The settings in which the arms' recipes differ: a column for each arm, or a row where they are many."""
+    names = [arm.arm.name for arm in results.arms]
+    by_setting = differing([arm.runs[0].recipe for arm in results.arms])
     note = "All other settings are the same; – stands for none, or for a setting that a method does not have."
-    return Table("Settings that differ", note, tuple((arm.arm.name, "") for arm in results.arms), rows)
+    rows = {setting: tuple(Cell(_value(value)) for value in values) for setting, values in by_setting.items()}
+    if len(names) <= MOST_COLUMNS or not rows:
+        columns = tuple((name, "") for name in names)
+        return Table("Settings that differ", note, columns, tuple(rows.items()))
+    turned = tuple(zip(names, zip(*rows.values(), strict=True), strict=True))
+    return Table("Settings that differ", note, tuple((setting, "") for setting in rows), turned)
 
 
 def differing(recipes: Sequence[Recipe]) -> Mapping[str, list[Any]]:
