@@ -283,7 +283,7 @@ def test_a_run_that_cannot_begin_is_told_and_ends_with_code_1(
     assert "FAILED broken, seed 0: exit code 2" in out
     assert "\n    flowcredit: " in out
     assert "nowhere" in out
-    assert "| broken | not there yet |" in out
+    assert "| broken | **not there yet** |" in out
 
 
 @pytest.mark.parametrize(

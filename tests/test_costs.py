@@ -20,7 +20,7 @@ from flowcredit.models.flux import FluxFlow
 from flowcredit.recipe_io import load_recipe
 from tiny_flux import build_tiny_flux
 
-SMALL = {
+SMALL: dict[str, dict[str, object]] = {
     "g2rpo": {"train_steps": [0, 1, 2, 3]},
     "tempflow_grpo": {"seeds": 2, "group_size": 4},
     "branch_grpo": {"split_steps": [0, 1, 2], "pruned_depths": 1, "iterations_per_depth": 2},

@@ -72,7 +72,8 @@ class Run:
             # Left by a process that was killed before it wrote the recipe.
             RunFolder(self.folder).recipe.with_name("recipe.yaml.partial").unlink(missing_ok=True)
             self.folder.rmdir()
-        return ["train", str(self.recipe_file)]
+        # The folder of a comparison may have been moved since its recipes were written.
+        return ["train", str(self.recipe_file), f"output={json.dumps(str(self.folder.parent))}"]
 
     @property
     def own_steps(self) -> int:
