@@ -189,8 +189,13 @@ def differing(recipes: Sequence[Recipe]) -> Mapping[str, list[Any]]:
 
 
 def published(table: Published) -> Table:
-    """A paper's table, to stand below one's own."""
-    rows = tuple((name, tuple(Cell(f"{value:g}") for value in values)) for name, values in table.rows)
+    """A paper's table, to stand below one's own; each column with the decimals of its longest number."""
+    texts = [[f"{value:g}" for value in values] for _, values in table.rows]
+    digits = [max(len(text.partition(".")[2]) for text in column) for column in zip(*texts, strict=True)]
+    rows = tuple(
+        (name, tuple(Cell(f"{value:.{count}f}") for value, count in zip(values, digits, strict=True)))
+        for name, values in table.rows
+    )
     columns = tuple((column, "") for column in table.columns)
     return Table(f"Published: {table.source}", f"{table.test}.", columns, rows)
 
@@ -209,10 +214,11 @@ def markdown(table: Table) -> str:
 
 def decimals(estimates: Sequence[Estimate]) -> int:
     """Decimals for a column: two digits of the typical half width, or four digits in all without one."""
-    halves = [each.half for each in estimates if each.half > 0]
+    largest = max((abs(each.mean) for each in estimates if not math.isnan(each.mean)), default=0.0)
+    # What is left of equal values is rounding.
+    halves = [each.half for each in estimates if each.half > 1e-9 * largest]
     if halves:
         return min(6, max(0, 1 - math.floor(math.log10(statistics.median(halves)))))
-    largest = max((abs(each.mean) for each in estimates if not math.isnan(each.mean)), default=0.0)
     if largest == 0:
         return 3
     return min(6, max(0, (3 if largest >= 1 else 2) - math.floor(math.log10(largest))))
@@ -222,7 +228,7 @@ def show(each: Estimate, digits: int, of: int = 0, signed: bool = False) -> str:
     """A mean with its half width; how many of ``of`` seeds it is of, where some are missing."""
     if each.count == 0:
         return "no score"
-    text = f"{each.mean:{'+' if signed else ''}.{digits}f}"
+    text = f"{each.mean:{'+' if signed else ''}z.{digits}f}"
     if not math.isnan(each.half):
         text += f" ± {each.half:.{digits}f}"
     return text + (f" ({each.count} of {of} seeds)" if each.count < of else "")
