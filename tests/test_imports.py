@@ -26,7 +26,7 @@ FLOORS = (
     ("policy_loss",),
     ("interfaces",),
     ("algorithms",),
-    ("rollout", "scoring", "memory"),
+    ("rollout", "scoring", "memory", "costs"),
     ("models", "rewards"),
     ("objectives", "demands"),
     ("neighbours", "preference"),
@@ -36,7 +36,7 @@ FLOORS = (
     ("evaluation_files",),
     ("evaluate", "calibration", "diagnostics"),
     ("report", "calibrate", "check"),
-    ("trainer", "serving"),
+    ("trainer", "serving", "compare"),
     ("cli_inputs", "plan_command"),
     ("tool_commands",),
     ("cli",),
@@ -60,6 +60,7 @@ LIGHT = (
     "plan_picture",
     "credit",
     "algorithms",
+    "costs",
     "cli",
     "run_folder",
     "tool_commands",
@@ -167,6 +168,7 @@ LIGHT_COMMANDS = (
     ["plan", str(ROOT / "recipes" / "flux1_dev_g2rpo_lora.yaml")],
     ["settings"],
     ["serve-reward", "--help"],
+    ["compare", "--help"],
     ["train", "no_such_recipe.yaml"],
 )
 

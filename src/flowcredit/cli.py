@@ -23,7 +23,7 @@ from flowcredit.cli_inputs import (
 )
 from flowcredit.errors import InputError
 from flowcredit.published import PUBLISHED, published_table
-from flowcredit.tool_commands import check, serve_reward
+from flowcredit.tool_commands import check, compare, serve_reward
 
 BAD_INPUT = 2
 
@@ -321,6 +321,7 @@ def settings() -> None:
 
 
 app.command()(check)
+app.command()(compare)
 app.command("serve-reward")(serve_reward)
 
 

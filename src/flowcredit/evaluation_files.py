@@ -52,7 +52,20 @@ def load_evaluation(path: Path) -> tuple[Evaluation, Layout | None]:
     """
     try:
         content = json.loads(read_text(path, "an evaluation"))
-        evaluation = Evaluation(
+        layout = None if content["images"] is None else Layout(**content["images"])
+    except (KeyError, TypeError, AttributeError, json.JSONDecodeError) as error:
+        raise _no_evaluation(path, error) from error
+    return from_json(content, path), layout
+
+
+def from_json(content: Any, path: Path) -> Evaluation:
+    """The evaluation that `to_json` made an object of; ``path`` is where it was found.
+
+    Raises:
+        InputError: it is no evaluation.
+    """
+    try:
+        return Evaluation(
             iteration=content["iteration"],
             prompts=tuple(content["prompts"]),
             scores={
@@ -63,13 +76,15 @@ def load_evaluation(path: Path) -> tuple[Evaluation, Layout | None]:
             groups=tuple(content["groups"]),
             seconds=math.nan if content["seconds"] is None else content["seconds"],
         )
-        layout = None if content["images"] is None else Layout(**content["images"])
-    except (KeyError, TypeError, AttributeError, json.JSONDecodeError) as error:
-        raise InputError(
-            f"{path}: not an evaluation of flowcredit ({type(error).__name__}: {error}); expected a file "
-            "that a run wrote"
-        ) from error
-    return evaluation, layout
+    except (KeyError, TypeError, AttributeError) as error:
+        raise _no_evaluation(path, error) from error
+
+
+def _no_evaluation(path: Path, error: Exception) -> InputError:
+    return InputError(
+        f"{path}: not an evaluation of flowcredit ({type(error).__name__}: {error}); expected a file "
+        "that a run wrote"
+    )
 
 
 def _summary_json(summary: Summary) -> dict[str, Any]:

@@ -34,6 +34,17 @@ PUBLISHED: Mapping[str, Published] = {
             ("G²RPO on HPS and CLIP", (0.376, 0.406, 0.235, 1.483, 3.783)),
         ),
     ),
+    "g2rpo_strides": Published(
+        source="G²RPO, arXiv 2510.01982",
+        test="FLUX.1-dev trained on HPS and CLIP, by strides, 400 prompts of HPSv2's test",
+        columns=("HPS-v2.1", "CLIP", "PickScore", "ImageReward", "UnifiedReward"),
+        rows=(
+            ("{1}", (0.372, 0.395, 0.234, 1.421, 3.688)),
+            ("{1, 2}", (0.375, 0.404, 0.234, 1.468, 3.759)),
+            ("{1, 3}", (0.378, 0.404, 0.234, 1.465, 3.760)),
+            ("{1, 2, 3}", (0.376, 0.406, 0.235, 1.483, 3.783)),
+        ),
+    ),
     "g2rpo_steps": Published(
         source="G²RPO, arXiv 2510.01982",
         test="FLUX.1-dev trained on HPS and CLIP, by inference steps, 400 prompts of HPSv2's test",

@@ -75,14 +75,16 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
     return load_settings(Recipe, path, overrides)
 
 
-def load_settings(kind: type[Settings], path: str | Path, overrides: Sequence[str] = ()) -> Settings:
-    """``load_recipe`` for any tree of sections."""
+def load_settings(
+    kind: type[Settings], path: str | Path, overrides: Sequence[str] = (), what: str = "a recipe"
+) -> Settings:
+    """``load_recipe`` for any tree of sections; ``what`` names the file's part in the messages."""
     source = str(path)
-    located = parse_yaml(read_text(Path(path), "a recipe in YAML"), source)
+    located = parse_yaml(read_text(Path(path), f"{what} in YAML"), source)
     data = located.value
     if not isinstance(data, dict):
         found = "nothing" if data is None else _show(data)
-        raise InputError(f"{source}: holds {found}; expected a recipe: names with values, as `name: my_run`")
+        raise InputError(f"{source}: holds {found}; expected {what}: names with values, as `name: my_run`")
     places = {key_path: f"{source}:{line}" for key_path, line in located.lines.items()}
     for override in overrides:
         _apply(kind, data, places, override)

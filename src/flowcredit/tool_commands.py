@@ -1,11 +1,12 @@
 """Commands beside a run, their words alone: `check` is done by ``flowcredit.check``, `serve-reward` by
-``flowcredit.serving``."""
+``flowcredit.serving``, `compare` by ``flowcredit.compare``."""
 
+from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from flowcredit.cli_inputs import Overrides
+from flowcredit.cli_inputs import INTERRUPTED, Overrides
 
 
 def check(
@@ -72,3 +73,112 @@ def serve_reward(
     from flowcredit.serving import serve_command
 
     serve_command(name, option or [], host, port, device, token_env, max_request_mb)
+
+
+Recipes = Annotated[
+    list[str] | None,
+    typer.Argument(
+        metavar="RECIPE...|FILE",
+        help="Recipes, or folders of runs; or one comparison file.",
+        show_default=False,
+    ),
+]
+Arms = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--arm",
+        metavar="'NAME: RECIPE SETTING=VALUE ...'",
+        help="A recipe with changes, under a name; may be given several times.",
+        show_default=False,
+    ),
+]
+BudgetOption = Annotated[
+    str | None,
+    typer.Option(
+        metavar="KIND=N",
+        help="Each run's cost: nfe=4e5 (velocity evaluations), seconds=600 or calls=2e4 (reward calls).",
+        show_default=False,
+    ),
+]
+Seeds = Annotated[
+    int | None,
+    typer.Option(metavar="N", min=1, max=1000, help="Seeds 0 to N - 1 of each arm; 3.", show_default=False),
+]
+SamplingSteps = Annotated[
+    list[int] | None,
+    typer.Option(
+        metavar="N",
+        min=1,
+        max=1000,
+        help="Also evaluate the trained weights at so many sampling steps; may be given several times.",
+        show_default=False,
+    ),
+]
+Changes = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--set",
+        metavar="SETTING=VALUE",
+        help="Change a setting in every arm; may be given several times.",
+        show_default=False,
+    ),
+]
+Out = Annotated[
+    Path | None, typer.Option(metavar="FOLDER", help="runs/compare/NAME by default.", show_default=False)
+]
+Parallel = Annotated[
+    int | None,
+    typer.Option(
+        metavar="N",
+        min=1,
+        max=1024,
+        help="Runs at a time; by default as many as there are cores for. On one GPU say 1.",
+        show_default=False,
+    ),
+]
+
+
+def compare(
+    recipes: Recipes = None,
+    arms: Arms = None,
+    budget: BudgetOption = None,
+    seeds: Seeds = None,
+    steps: SamplingSteps = None,
+    changes: Changes = None,
+    out: Out = None,
+    parallel: Parallel = None,
+    threads: Annotated[int, typer.Option(metavar="N", min=1, max=1024, help="Threads of each run.")] = 1,
+    page_only: Annotated[
+        bool, typer.Option("--page-only", help="Run nothing; write the page of what there is.")
+    ] = False,
+) -> None:
+    """Train several recipes at one budget with several seeds, and write one page about them.
+
+    Ctrl-C and a killed process lose no finished iteration: give the command again. Exit code 1 if a run
+    failed. docs/comparing.md tells how to read the page.
+
+    [cyan]flowcredit compare comparisons/g2rpo_table1.yaml[/cyan]
+
+    [cyan]flowcredit compare recipes/shapes_g2rpo.yaml recipes/shapes_flow_grpo.yaml --budget nfe=4e5[/cyan]
+
+    [cyan]flowcredit compare recipes/shapes_g2rpo.yaml --budget nfe=1e5 --seeds 5
+    --arm 'one stride: recipes/shapes_g2rpo.yaml algorithm.strides=\\[1]'[/cyan]
+    """
+    from rich.console import Console
+
+    from flowcredit.compare.arms import from_words
+    from flowcredit.compare.command import adjusted, compare_command, default_parallel
+    from flowcredit.compare.processes import start_flowcredit
+
+    comparison, amount = adjusted(from_words(recipes or [], arms or []), budget, seeds, steps, changes or [])
+    folder = out or Path("runs", "compare", comparison.name)
+    at_a_time = parallel or default_parallel(threads)
+    try:
+        well = compare_command(
+            comparison, amount, folder, at_a_time, start_flowcredit(threads), Console(), run=not page_only
+        )
+    except KeyboardInterrupt:
+        typer.echo("\nInterrupted; no finished iteration is lost; give the command again to go on", err=True)
+        raise typer.Exit(INTERRUPTED) from None
+    if not well:
+        raise typer.Exit(1)

@@ -1,6 +1,5 @@
 """The report: what a run's folder holds, put into words, tables, pictures and curves."""
 
-import io
 import math
 import statistics
 from collections.abc import Mapping, Sequence
@@ -9,18 +8,13 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from PIL import Image
-
 from flowcredit.comparison import ComparisonRow, Summary, alarms, compare, format_summary, moment, moved
 from flowcredit.console import duration
-from flowcredit.image_grid import Layout, tile_box
 from flowcredit.report.diagnosis_files import described, diagnosis_of_run, pictures
-from flowcredit.report.parts import data_uri, extras, inline_svg
+from flowcredit.report.parts import extras, inline_svg
 from flowcredit.report.run_data import RunData, Snapshot, comparable, read_run
+from flowcredit.report.tiles import tiles
 from flowcredit.run_folder import write_text
-
-_LARGEST_TILE = 256
-"""Pixels of the longer side of an image on the page; larger ones are scaled down for it."""
 
 
 def build_report(run_dir: Path) -> Path:
@@ -209,8 +203,8 @@ def _pairs(data: RunData, before: Snapshot | None, after: Snapshot | None) -> li
     """The images of the same prompts before and after, with the first trained reward's scores."""
     if before is None:
         return []
-    old = _tiles(before)
-    new = _tiles(after) if after is not None else []
+    old = tiles(before)
+    new = tiles(after) if after is not None else []
     reward = next((name for name in data.trained if name in before.evaluation.scores), None)
     return [
         _Pair(
@@ -228,31 +222,6 @@ def _pairs(data: RunData, before: Snapshot | None, after: Snapshot | None) -> li
 def _score(snapshot: Snapshot | None, reward: str | None, index: int) -> str:
     scores = snapshot.evaluation.scores.get(reward, ()) if snapshot is not None and reward else ()
     return f"{scores[index]:.2f}" if index < len(scores) and math.isfinite(scores[index]) else ""
-
-
-def _tiles(snapshot: Snapshot) -> list[str]:
-    """The images of a grid as data URIs."""
-    layout = snapshot.layout
-    if layout is None or snapshot.picture is None:
-        return []
-    try:
-        with Image.open(snapshot.picture) as picture:
-            grid = picture.convert("RGB")
-    except OSError:
-        return []
-    return [_tile_uri(grid.crop(tile_box(layout, index)), layout) for index in range(layout.count)]
-
-
-def _tile_uri(tile: Image.Image, layout: Layout) -> str:
-    if layout.enlarged > 1:
-        # Back to the model's own pixels; the page enlarges them again without blur.
-        size = (tile.width // layout.enlarged, tile.height // layout.enlarged)
-        tile = tile.resize(size, Image.Resampling.NEAREST)
-    tile.thumbnail((_LARGEST_TILE, _LARGEST_TILE), Image.Resampling.LANCZOS)
-    out = io.BytesIO()
-    kind = "png" if layout.enlarged > 1 else "jpeg"
-    tile.save(out, kind, quality=90)
-    return data_uri(f"image/{kind}", out.getvalue())
 
 
 def _timings(data: RunData) -> list[tuple[str, str]]:

@@ -1,0 +1,1 @@
+"""Several recipes at one budget: what ``flowcredit compare`` does."""
