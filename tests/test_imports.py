@@ -14,6 +14,7 @@ PACKAGE = ROOT / "src" / "flowcredit"
 
 FLOORS = (
     ("errors",),
+    ("distributed",),
     ("text_file", "quiet", "yaml_lines", "sections", "shapes", "image_grid", "console", "published"),
     ("methods",),
     ("config",),
@@ -29,7 +30,7 @@ FLOORS = (
     ("models", "rewards"),
     ("objectives",),
     ("neighbours",),
-    ("weights", "checkpoint", "distributed", "update", "run_folder", "export", "comparison"),
+    ("weights", "checkpoint", "update", "run_folder", "export", "comparison"),
     ("assembly", "training_log", "resuming"),
     ("measurement", "experience", "introduction", "model_card"),
     ("evaluation_files",),

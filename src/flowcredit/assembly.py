@@ -10,6 +10,7 @@ from torch import Tensor
 
 from flowcredit import algorithms, time_grid
 from flowcredit.config import GridSettings, Recipe, RewardSettings, WatchedReward
+from flowcredit.distributed import ALONE, World
 from flowcredit.errors import InputError
 from flowcredit.interfaces import FlowModel, Reward
 from flowcredit.models.loading import PipelineFlow, load_model
@@ -46,13 +47,13 @@ class Setup:
         return torch.tensor([reward.weight for reward in self.recipe.rewards])
 
 
-def assemble(recipe: Recipe) -> Setup:
+def assemble(recipe: Recipe, world: World = ALONE) -> Setup:
     """Load and check every part of a run before it begins. Raises InputError for whatever cannot work."""
     algorithm = algorithms.build(recipe.algorithm, recipe.seed)
     train_prompts = load_prompts(recipe.prompts.train, recipe.prompts.column)
     heldout = load_prompts(recipe.prompts.heldout, recipe.prompts.column)
     check_group_by(heldout, recipe.evaluation.group_by)
-    model = build_model(recipe)
+    model = build_model(recipe, world)
     rewards = build_rewards(recipe.rewards, model.device)
     watched = build_rewards(recipe.watch, model.device)
     check_columns(rewards, train_prompts.columns, train_prompts.source)
@@ -84,10 +85,10 @@ def build_reference(recipe: Recipe, model: PipelineFlow) -> Callable[[], Abstrac
     return partial(weights_replaced, model.network, reference_copy(model.network))
 
 
-def device_of(name: str) -> torch.device:
-    """The device that a recipe names. Raises InputError if torch does not have it."""
+def device_of(name: str, world: World = ALONE) -> torch.device:
+    """The device that a recipe names, `auto` one for each process. InputError if torch does not have it."""
     if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        name = f"cuda:{world.local_rank}" if torch.cuda.is_available() else "cpu"
     try:
         device = torch.device(name)
         torch.empty(0, device=device)
@@ -99,7 +100,7 @@ def device_of(name: str) -> torch.device:
     return device
 
 
-def build_model(recipe: Recipe) -> PipelineFlow:
+def build_model(recipe: Recipe, world: World = ALONE) -> PipelineFlow:
     """The model of a recipe, with the weights chosen that are trained."""
     settings, weights, train = recipe.model, recipe.weights, recipe.train
     frozen = DTYPES[settings.dtype]
@@ -110,7 +111,7 @@ def build_model(recipe: Recipe) -> PipelineFlow:
         guidance_scale=settings.guidance_scale,
         max_sequence_length=settings.max_sequence_length,
         dtype=frozen,
-        device=device_of(settings.device),
+        device=device_of(settings.device, world),
         decode_batch_size=settings.decode_batch_size,
         network_dtype=frozen if weights.method == "lora" else torch.float32,
         autocast=torch.bfloat16 if train.mixed_precision == "bf16" else None,

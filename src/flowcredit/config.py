@@ -274,6 +274,13 @@ class LoggingSettings(Section):
     """Iterations between lines on the console; 1. The JSONL log holds every iteration."""
 
 
+class ParallelSettings(Section):
+    """Several processes under torchrun, one for each device."""
+
+    timeout_s: Annotated[Number, Field(ge=1, le=86400)] = 1800.0
+    """Seconds that a process waits for the others before the run ends; 1800, chosen for slow rewards."""
+
+
 class CalibrationSettings(Section):
     """How `flowcredit calibrate` finds a noise level for each step (Algorithm 1 of DenseGRPO, arXiv
     2601.20218)."""
@@ -320,6 +327,7 @@ class Recipe(Section):
     evaluation: EvaluationSettings = EvaluationSettings()
     checkpoint: CheckpointSettings = CheckpointSettings()
     logging: LoggingSettings = LoggingSettings()
+    parallel: ParallelSettings = ParallelSettings()
     calibration: CalibrationSettings = CalibrationSettings()
 
     @model_validator(mode="before")

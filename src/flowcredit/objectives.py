@@ -34,8 +34,17 @@ class TrainingSet(Protocol):
         ...
 
     @property
-    def entries(self) -> int:
-        """Terms of the mean that the loss is."""
+    def terms(self) -> int:
+        """Entries of a row in the mean that the loss is."""
+        ...
+
+    @property
+    def live(self) -> Tensor:
+        """[N] bool: the rows that can move the policy."""
+        ...
+
+    def only(self, rows: Tensor) -> Self:
+        """Some of the rows, by their places."""
         ...
 
     @property
@@ -86,8 +95,14 @@ class PolicyStep:
     v_reference: Tensor | None = None
 
     @property
-    def entries(self) -> int:
-        return self.advantages.numel()
+    def terms(self) -> int:
+        return self.advantages.shape[1]
+
+    @property
+    def live(self) -> Tensor:
+        if self.needs_reference:
+            return torch.ones_like(self.prompts, dtype=torch.bool)
+        return (self.advantages != 0).any(1)
 
     @property
     def needs_reference(self) -> bool:
