@@ -15,6 +15,7 @@ PACKAGE = ROOT / "src" / "flowcredit"
 FLOORS = (
     ("errors",),
     ("distributed",),
+    ("sharding",),
     ("text_file", "quiet", "yaml_lines", "sections", "shapes", "image_grid", "console", "published"),
     ("methods",),
     ("config",),

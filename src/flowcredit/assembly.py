@@ -19,6 +19,7 @@ from flowcredit.prompts import PromptSet, check_group_by, load_prompts
 from flowcredit.rewards.loading import load_reward
 from flowcredit.scoring import check_columns
 from flowcredit.shapes import bundled_path
+from flowcredit.sharding import shard
 from flowcredit.transition import Kernel, make_kernel
 from flowcredit.weights import adapter_disabled, prepare_weights, reference_copy, weights_replaced
 
@@ -129,6 +130,9 @@ def build_model(recipe: Recipe, world: World = ALONE) -> PipelineFlow:
     )
     if train.gradient_checkpointing:
         model.set_gradient_checkpointing(True)
+    if recipe.parallel.sharding == "sharded":
+        compute = torch.bfloat16 if train.mixed_precision == "bf16" else None
+        shard(model.network, world, model.device, compute)
     return model
 
 

@@ -277,6 +277,9 @@ class LoggingSettings(Section):
 class ParallelSettings(Section):
     """Several processes under torchrun, one for each device."""
 
+    sharding: Literal["replicated", "sharded"] = "replicated"
+    """Whether every process holds all weights, or a part of the trained network's weights, gradients and
+    optimizer state (FSDP2), for networks too large for one device; replicated, as small ones need."""
     timeout_s: Annotated[Number, Field(ge=1, le=86400)] = 1800.0
     """Seconds that a process waits for the others before the run ends; 1800, chosen for slow rewards."""
 

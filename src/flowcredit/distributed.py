@@ -6,7 +6,7 @@ exchanged are numbers, tensors and JSON, never pickled objects.
 
 import json
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from flowcredit.errors import InputError
 
@@ -98,12 +99,13 @@ class World:
         dist.all_gather(parts, padded)
         return [json.loads(bytes(p[:n].tolist())) for p, n in zip(parts, sizes, strict=True)]
 
-    def sum_gradients(self, parameters: Iterable[torch.nn.Parameter]) -> None:
+    def sum_gradients(self, parameters: Sequence[torch.nn.Parameter]) -> None:
         """Add up the gradients of all processes in place, one message for each type and device.
 
-        A parameter without a gradient counts as 0: all processes hold the same parameters.
+        A parameter without a gradient counts as 0: all processes hold the same parameters. Of a network that
+        is spread over them, the backward pass has added them up.
         """
-        if self.size == 1:
+        if self.size == 1 or any(isinstance(each, DTensor) for each in parameters):
             return
         groups: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
         for parameter in parameters:

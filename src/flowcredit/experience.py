@@ -95,6 +95,9 @@ def collect(
         if objective is None
         else _neighbours(setup, plan, ran, scores, draw, objective)
     )
+    assert world.largest([ran.velocity_evaluations]) == [ran.velocity_evaluations], (
+        "processes do not keep step"
+    )
     (evaluated,) = world.summed([ran.velocity_evaluations])
     return Experience(cond, sets, scores, credit, _added(counts, world), evaluated, share.own)
 

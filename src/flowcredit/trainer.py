@@ -29,6 +29,7 @@ from flowcredit.prompts import iteration_prompts
 from flowcredit.resuming import read_back
 from flowcredit.run_folder import RunFolder
 from flowcredit.scoring import RewardError
+from flowcredit.sharding import parted, whole
 from flowcredit.training_log import Record, iteration_line, iteration_record
 from flowcredit.update import UpdateMetrics, learning_rate, update_policy
 from flowcredit.weights import EMA, fingerprints, trainable_parameters
@@ -143,7 +144,7 @@ def _owned(folder: RunFolder, world: World) -> AbstractContextManager[None]:
 def _put_back(progress: Progress, checkpoint: Checkpoint) -> None:
     with torch.no_grad():
         for name, parameter in progress.parameters.items():
-            parameter.copy_(checkpoint.groups["weights"][name])
+            parameter.copy_(parted(checkpoint.groups["weights"][name], parameter))
     restore_optimizer(progress.optimizer, progress.parameters, checkpoint.groups["optimizer"])
     if progress.ema is not None:
         progress.ema.load_state_dict(checkpoint.groups["ema"])
@@ -257,7 +258,8 @@ def _update(setup: Setup, progress: Progress, rate: float, found: Experience) ->
         progress.world,
         found.own,
     )
-    if first and fingerprints(progress.parameters) == before:
+    moved = int(fingerprints(progress.parameters) != before)
+    if first and not any(progress.world.largest([moved])):
         raise InputError(
             "the first update moved no trained weight, though advantages were not all 0: the gradient does"
             f" not reach them (its norm was {metrics['grad_norm']:g}); look at weights.targets and"
@@ -336,10 +338,11 @@ def _averaged(setup: Setup, progress: Progress) -> AbstractContextManager[None]:
 
 
 def _finish(setup: Setup, folder: RunFolder, progress: Progress, console: Console) -> None:
+    with _averaged(setup, progress):
+        trained = whole(trainable_parameters(setup.model.network), progress.world)
     if not progress.world.first:
         return
-    with _averaged(setup, progress):
-        export_weights(setup.model, folder.final, overwrite=True)
+    export_weights(setup.model, folder.final, trained, overwrite=True)
     after, _ = load_evaluation(folder.evaluation(progress.iteration))
     before = load_evaluation(folder.evaluation(0))[0] if folder.evaluation(0).exists() else None
     write_model_card(folder.final, setup.recipe, type(setup.model.pipeline).__name__, before, after)
@@ -358,13 +361,14 @@ def _finish(setup: Setup, folder: RunFolder, progress: Progress, console: Consol
 
 
 def _save(folder: RunFolder, progress: Progress, recipe: Recipe) -> None:
-    if not progress.world.first:
-        return
     groups: dict[str, dict[str, Tensor]] = {
         "weights": dict(progress.parameters),
         "optimizer": optimizer_tensors(progress.optimizer, progress.parameters),
     }
     if progress.ema is not None:
         groups["ema"] = progress.ema.state_dict()
+    groups = {name: whole(tensors, progress.world) for name, tensors in groups.items()}
+    if not progress.world.first:
+        return
     state = {"totals": progress.totals, "recipe": recipe.model_dump(mode="json")}
     save_checkpoint(folder.checkpoints, progress.iteration, groups, state, recipe.checkpoint.keep_last)

@@ -17,6 +17,7 @@ from flowcredit.errors import InputError
 from flowcredit.interfaces import Conditioning, FlowModel
 from flowcredit.objectives import Metrics, TrainingSet
 from flowcredit.rollout import rows_of
+from flowcredit.sharding import as_number, loss_scale
 
 Reference = Callable[[], AbstractContextManager[None]]
 """Turns the model into the reference policy while entered."""
@@ -76,6 +77,7 @@ def update_policy(
     chosen, totals = _chosen(sets, world, own)
     chosen = [_with_reference(model, cond, each, size, reference) for each in chosen]
     every = range(len(sets))
+    scale = loss_scale(_parameters(optimizer), world)
     seen: list[tuple[int, Metrics]] = []
     norms: list[float] = []
     losses, spent, on_policy = 0.0, 0, math.nan
@@ -85,7 +87,7 @@ def update_policy(
         total = sum(totals[n] for n in together)
         for chunk in _chunks([chosen[n] for n in together], size):
             loss, metrics = _chunk_loss(model, cond, chunk, total)
-            loss.backward()
+            (loss * scale).backward()
             losses += loss.item() * total
             seen += metrics
         spent += total
@@ -112,11 +114,15 @@ def _chosen(sets: Sequence[TrainingSet], world: World, own: int | None) -> tuple
     return chosen, totals
 
 
+def _parameters(optimizer: torch.optim.Optimizer) -> list[torch.nn.Parameter]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
 def _step(optimizer: torch.optim.Optimizer, settings: TrainSettings, world: World) -> float:
     """One optimizer step on the gradients of all processes; their norm before clipping."""
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    parameters = _parameters(optimizer)
     world.sum_gradients(parameters)
-    norm = float(torch.nn.utils.clip_grad_norm_(parameters, settings.max_grad_norm))
+    norm = as_number(torch.nn.utils.clip_grad_norm_(parameters, settings.max_grad_norm))
     if not math.isfinite(norm):
         raise InputError(
             f"the gradient norm is {norm}: training has diverged; go back to a checkpoint and lower"
