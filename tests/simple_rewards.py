@@ -12,3 +12,9 @@ def redness(images: Tensor, prompts: Sequence[str]) -> Tensor:
 
 def brightness(images: Tensor, prompts: Sequence[str]) -> list[float]:
     return images.mean((1, 2, 3)).tolist()
+
+
+def redness_but_of_blue(images: Tensor, prompts: Sequence[str]) -> Tensor:
+    """Redness, and the same for every image of a prompt with blue in it: its group teaches nothing."""
+    alike = [0.0 if "blue" in prompt else 1.0 for prompt in prompts]
+    return redness(images, prompts) * images.new_tensor(alike)
