@@ -50,7 +50,10 @@ def _blocks(network: nn.Module) -> Iterator[nn.Module]:
 
 
 def whole(tensors: Mapping[str, Tensor], world: World) -> dict[str, Tensor]:
-    """The tensors as if there were one process, on the CPU of the first; the others get nothing."""
+    """The tensors as if there were one process, on the CPU of the first; the others get nothing.
+
+    What is whole and there already is not copied.
+    """
     found = {}
     for name, tensor in tensors.items():
         value = tensor.detach()

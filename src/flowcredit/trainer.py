@@ -340,9 +340,10 @@ def _averaged(setup: Setup, progress: Progress) -> AbstractContextManager[None]:
 def _finish(setup: Setup, folder: RunFolder, progress: Progress, console: Console) -> None:
     with _averaged(setup, progress):
         trained = whole(trainable_parameters(setup.model.network), progress.world)
+        if progress.world.first:
+            export_weights(setup.model, folder.final, trained, overwrite=True)
     if not progress.world.first:
         return
-    export_weights(setup.model, folder.final, trained, overwrite=True)
     after, _ = load_evaluation(folder.evaluation(progress.iteration))
     before = load_evaluation(folder.evaluation(0))[0] if folder.evaluation(0).exists() else None
     write_model_card(folder.final, setup.recipe, type(setup.model.pipeline).__name__, before, after)
