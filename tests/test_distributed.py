@@ -170,6 +170,13 @@ def test_a_network_spread_over_processes_trains_alike(folder: Path, single: Path
                 torch.testing.assert_close(theirs[key], value, rtol=0, atol=1e-5)
 
 
+def test_averaged_weights_are_what_is_exported(single: Path) -> None:
+    (exported,) = (single / "batch" / "final" / "transformer").glob("*.safetensors")
+    averaged = load_file(single / "batch" / "checkpoints" / "000003" / "ema.safetensors")
+    for name, value in load_file(exported).items():
+        assert torch.equal(value, averaged[name]), name
+
+
 def test_one_process_has_nothing_to_spread_over(folder: Path, tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"parallel.sharding is 'sharded', but there is one process"):
         alone(folder, ["parallel.sharding=sharded"], tmp_path / "run")
