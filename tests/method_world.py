@@ -70,7 +70,7 @@ def world(algorithm: Mapping[str, Any], **sections: Any) -> Setup:
         method,
         grid,
         make_kernel(recipe.noise.kind, grid, recipe.noise.eta),
-        build_rewards(recipe, recipe.rewards),
+        build_rewards(recipe, recipe.rewards, model.device),
         {},
         PromptSet(PROMPTS),
         PromptSet(PROMPTS),
@@ -79,7 +79,7 @@ def world(algorithm: Mapping[str, Any], **sections: Any) -> Setup:
 
 
 def gather(setup: Setup, iteration: int = 0) -> Experience:
-    return collect(setup, setup.train_prompts, range(len(PROMPTS)), iteration, Silent())
+    return collect(setup, setup.train_prompts, iteration, Silent())
 
 
 def learn(

@@ -17,3 +17,9 @@ def brightness(images: Tensor, prompts: Sequence[str]) -> list[float]:
 def contrast(images: Tensor, prompts: Sequence[str]) -> Tensor:
     """The deviation of an image's pixels."""
     return images.flatten(1).std(1)
+
+
+def redness_but_of_blue(images: Tensor, prompts: Sequence[str]) -> Tensor:
+    """Redness, and the same for every image of a prompt with blue in it: its group teaches nothing."""
+    alike = [0.0 if "blue" in prompt else 1.0 for prompt in prompts]
+    return redness(images, prompts) * images.new_tensor(alike)

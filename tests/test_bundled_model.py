@@ -31,7 +31,7 @@ def evaluation(model: PipelineFlow) -> Evaluation:
     heldout = load_prompts(recipe.prompts.heldout)
     settings = recipe.evaluation.model_copy(update={"prompts": 384})
     grid = build_grid(recipe.grid, model, recipe.algorithm.num_steps)
-    rewards = build_rewards(recipe, (*recipe.rewards, *recipe.watch))
+    rewards = build_rewards(recipe, (*recipe.rewards, *recipe.watch), model.device)
     return evaluate(model, heldout, rewards, settings, grid, scoring=recipe.scoring)
 
 

@@ -215,8 +215,7 @@ def test_the_kl_pulls_back_to_the_reference_and_nothing_else_does() -> None:
     gone = (model.network.get_parameter("means") - start).norm()
     assert gone < (start + 0.2 - start).norm()
     none, _ = kl_update(0.0, moved=0.2, rate=0.05)
-    assert none["grad_norm"] == 0.0
-    assert "kl_reference" not in none
+    assert none == {}, "without a KL there is nothing to do"
     half, _ = kl_update(0.25, moved=0.2, rate=0.05)
     assert half["grad_norm"] == pytest.approx(away["grad_norm"] / 2)
 

@@ -125,7 +125,7 @@ def test_a_failed_export_leaves_what_was_there(
     def disk_full(*_: object) -> None:
         raise OSError("No space left on device")
 
-    monkeypatch.setattr(full.pipeline.transformer, "save_pretrained", disk_full)
+    monkeypatch.setattr("huggingface_hub.save_torch_state_dict", disk_full)
     with pytest.raises(OSError, match="No space left"):
         export_weights(full, target, overwrite=True)
     assert [file.name for file in target.iterdir()] == [LORA_FILE]

@@ -14,6 +14,8 @@ PACKAGE = ROOT / "src" / "flowcredit"
 
 FLOORS = (
     ("errors",),
+    ("distributed",),
+    ("sharding",),
     ("text_file", "quiet", "yaml_lines", "sections", "shapes", "image_grid", "console", "published"),
     ("visiting",),
     ("methods",),
@@ -30,7 +32,7 @@ FLOORS = (
     ("models", "rewards"),
     ("objectives", "demands"),
     ("neighbours", "preference"),
-    ("weights", "checkpoint", "distributed", "update", "run_folder", "export", "comparison"),
+    ("weights", "checkpoint", "update", "run_folder", "export", "comparison"),
     ("assembly", "training_log", "resuming"),
     ("measurement", "experience", "introduction", "model_card"),
     ("evaluation_files",),

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from flowcredit import algorithms
-from flowcredit.advantages import Images, credit_steps, normalise, quasi_normalised
+from flowcredit.advantages import credit_steps, normalise, quasi_normalised
 from flowcredit.credit import Credit
 from flowcredit.methods import (
     BranchGRPOSettings,
@@ -293,7 +293,9 @@ def test_coca_shares_out_the_image_and_compares_over_the_whole_trajectory() -> N
     method, predicted, ends = coca_world()
     leaf = method.plan.scored[0]
     rewards = {leaf: torch.tensor([[[1.0, 2.0, 6.0]]], dtype=torch.float64)}
-    found = credit_steps(method.plan, rewards, ONE, method.credit, images=Images(predicted, ends))
+    found = credit_steps(
+        method.plan, rewards, ONE, method.credit, shares=remaining_similarity(method.plan, predicted, ends)
+    )
     image = (np.array([1.0, 2.0, 6.0]) - 3) / math.sqrt((4 + 1 + 9) / 2)
     steps = np.stack([image, image * [0.5, 2.0, 1.0]])
     expected = (steps - steps.mean()) / steps.std(ddof=1)
@@ -305,7 +307,11 @@ def test_coca_gives_no_credit_without_a_score() -> None:
     method, predicted, ends = coca_world()
     rewards = {method.plan.scored[0]: torch.tensor([[[1.0, 2.0, NAN]], [[NAN, 4.0, NAN]]])}
     found = credit_steps(
-        method.plan, rewards, torch.tensor([1.0, 0.0]), method.credit, images=Images(predicted, ends)
+        method.plan,
+        rewards,
+        torch.tensor([1.0, 0.0]),
+        method.credit,
+        shares=remaining_similarity(method.plan, predicted, ends),
     )
     for step in method.plan.transitions:
         assert float(found[step][0, 2]) == 0.0
@@ -314,7 +320,9 @@ def test_coca_gives_no_credit_without_a_score() -> None:
     for step, row in zip(method.plan.transitions, expected, strict=True):
         np.testing.assert_allclose(found[step][0, :2].numpy(), row, rtol=1e-5)
     dead = {method.plan.scored[0]: torch.tensor([[[2.0, 2.0, 2.0]]])}
-    still = credit_steps(method.plan, dead, ONE, method.credit, images=Images(predicted, ends))
+    still = credit_steps(
+        method.plan, dead, ONE, method.credit, shares=remaining_similarity(method.plan, predicted, ends)
+    )
     assert not any(bool(each.any()) for each in still.values())
 
 

@@ -193,21 +193,20 @@ def test_pairs_are_the_ends_of_groups_that_differ() -> None:
         ]
     )
     advantages = image_advantages(rewards, torch.tensor([1.0, 1.0]))
-    rows, ends = extremes(advantages)
-    assert rows.tolist() == [0, 3]
-    assert ends.tolist() == [[1, 2], [1, 2]]
-    rows, ends = extremes(image_advantages(rewards, torch.tensor([-1.0, 0.0])))
-    assert ends.tolist() == [[2, 1], [2, 1]]
-    nothing, _ = extremes(torch.zeros(3, 4))
-    assert len(nothing) == 0
+    ends, differ = extremes(advantages)
+    assert differ.tolist() == [True, False, False, True]
+    assert ends[differ].tolist() == [[1, 2], [1, 2]]
+    ends, differ = extremes(image_advantages(rewards, torch.tensor([-1.0, 0.0])))
+    assert ends[differ].tolist() == [[2, 1], [2, 1]]
+    assert not extremes(torch.zeros(3, 4))[1].any()
 
 
 def test_several_rewards_rank_by_their_weighted_advantages() -> None:
     """By hand: standardised, the first reward is (-1.1, 0.9, 0.2) or so whatever its unit."""
     first, second = torch.tensor([[0.0, 100.0, 60.0]]), torch.tensor([[0.3, 0.0, 0.4]])
     both = torch.stack([first, second])
-    assert extremes(image_advantages(both, torch.tensor([1.0, 1.0])))[1].tolist() == [[2, 0]]
-    assert extremes(image_advantages(both, torch.tensor([1.0, 0.1])))[1].tolist() == [[1, 0]]
-    assert extremes(image_advantages(both, torch.tensor([0.1, 1.0])))[1].tolist() == [[2, 1]]
+    assert extremes(image_advantages(both, torch.tensor([1.0, 1.0])))[0].tolist() == [[2, 0]]
+    assert extremes(image_advantages(both, torch.tensor([1.0, 0.1])))[0].tolist() == [[1, 0]]
+    assert extremes(image_advantages(both, torch.tensor([0.1, 1.0])))[0].tolist() == [[2, 1]]
     # Their plain sum is the first reward's, by its unit.
-    assert extremes(image_advantages(both, torch.ones(2), "rewards"))[1].tolist() == [[1, 0]]
+    assert extremes(image_advantages(both, torch.ones(2), "rewards"))[0].tolist() == [[1, 0]]

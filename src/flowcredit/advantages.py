@@ -4,14 +4,13 @@ Axes: R rewards, P prompts, W samples for a prompt at a segment, G group, *D lat
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from flowcredit.credit import Combine, Credit, Spread, WeightsOn
 from flowcredit.plan import Plan
-from flowcredit.step_rewards import fused, remaining_similarity, state_rewards, turning_rewards
+from flowcredit.step_rewards import fused, state_rewards, turning_rewards
 
 DEFAULT = Credit()
 
@@ -95,27 +94,18 @@ def leaf_advantages(
     return result
 
 
-@dataclass(frozen=True)
-class Images:
-    """What rules that look at latents need: ``predicted`` maps each transition to the images predicted at its
-    start, [P, W of the start, *D], ``ends`` each scored segment to [P, W, *D]."""
-
-    predicted: Mapping[int, Tensor]
-    ends: Mapping[int, Tensor]
-
-
 def credit_steps(
     plan: Plan,
     rewards: Mapping[int, Tensor],
     weights: Tensor,
     credit: Credit = DEFAULT,
     weights_on: WeightsOn = "advantages",
-    images: Images | None = None,
+    shares: Mapping[int, Tensor] | None = None,
 ) -> dict[int, Tensor]:
     """Advantages of every transition, [P, W], by the rule of ``credit``.
 
-    "leaves": ``leaf_advantages``. "similarity": those, shared out over the trajectory by
-    ``step_rewards.remaining_similarity`` of ``images`` and normalised again over its steps and samples
+    "leaves": ``leaf_advantages``. "similarity": those times ``shares``, [P, W] for each transition
+    (``step_rewards.remaining_similarity``), normalised again over the trajectory's steps and samples
     together, as CoCA does (arXiv 2505.19196). The other rules first give each transition a reward of its own,
     which is then normalised. "fused": the mean reward of the leaves below it (BranchGRPO, arXiv 2509.06040).
     "state": the reward of its own probe, the scored segment that continues it. "gain": that reward less the
@@ -134,9 +124,8 @@ def credit_steps(
         found = leaf_advantages(plan, rewards, weights, credit.combine, credit.clamp, credit.spread)
         if credit.rule == "leaves":
             return found
-        if images is None:
-            raise ValueError("credit by similarity needs the images that the states predict")
-        shares = remaining_similarity(plan, images.predicted, images.ends)
+        if shares is None:
+            raise ValueError("credit by similarity needs each step's share")
         scored = {step: _scored(plan, step, rewards, weights) for step in found}
         own = {
             step: torch.where(scored[step], each * shares[step].to(each), torch.nan).unsqueeze(0)

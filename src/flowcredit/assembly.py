@@ -12,6 +12,7 @@ from flowcredit import algorithms, time_grid
 from flowcredit.config import GridSettings, Recipe, WatchedReward
 from flowcredit.credit import Preferences
 from flowcredit.demands import check_prompts
+from flowcredit.distributed import ALONE, World
 from flowcredit.errors import InputError
 from flowcredit.image_pairs import check_pairs
 from flowcredit.interfaces import FlowModel, Reward
@@ -22,6 +23,7 @@ from flowcredit.prompts import PromptSet, check_group_by, load_prompts
 from flowcredit.rewards.loading import load_reward
 from flowcredit.rewards.waiting import waiting
 from flowcredit.shapes import bundled_path
+from flowcredit.sharding import shard
 from flowcredit.transition import Kernel, make_kernel
 from flowcredit.weights import adapter_disabled, prepare_weights, reference_copy, weights_replaced
 
@@ -56,19 +58,21 @@ class Setup:
         return self.model if objective is None or objective.guided else self.model.without_guidance()
 
 
-def assemble(recipe: Recipe) -> Setup:
+def assemble(recipe: Recipe, world: World = ALONE) -> Setup:
     """Load and check every part of a run before it begins. Raises InputError for whatever cannot work."""
     algorithm = algorithms.build(recipe.algorithm, recipe.seed)
     train_prompts = load_prompts(recipe.prompts.train, recipe.prompts.column)
     heldout = load_prompts(recipe.prompts.heldout, recipe.prompts.column)
     check_group_by(heldout, recipe.evaluation.group_by)
-    rewards, watched = build_rewards(recipe, recipe.rewards), build_rewards(recipe, recipe.watch)
+    device = device_of(recipe.model.device, world)
+    rewards = build_rewards(recipe, recipe.rewards, device)
+    watched = build_rewards(recipe, recipe.watch, device)
     check_prompts(rewards, train_prompts, recipe.scoring.on_error)
     check_prompts({**rewards, **watched}, heldout, recipe.scoring.on_error)
     objective = algorithm.objective
     if isinstance(objective, Preferences) and objective.columns is not None:
         check_pairs(train_prompts, objective.columns, recipe.model.height, recipe.model.width)
-    model = build_model(recipe)
+    model = build_model(recipe, world)
     grid = build_grid(recipe.grid, model, recipe.algorithm.num_steps)
     chosen = recipe.evaluation.prompts
     return Setup(
@@ -100,10 +104,10 @@ def build_reference(
     return partial(weights_replaced, model.network, reference_copy(model.network))
 
 
-def device_of(name: str) -> torch.device:
-    """The device that a recipe names. Raises InputError if torch does not have it."""
+def device_of(name: str, world: World = ALONE) -> torch.device:
+    """The device that a recipe names, `auto` one for each process. InputError if torch does not have it."""
     if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        name = f"cuda:{world.local_rank}" if torch.cuda.is_available() else "cpu"
     try:
         device = torch.device(name)
         torch.empty(0, device=device)
@@ -115,7 +119,7 @@ def device_of(name: str) -> torch.device:
     return device
 
 
-def build_model(recipe: Recipe) -> PipelineFlow:
+def build_model(recipe: Recipe, world: World = ALONE) -> PipelineFlow:
     """The model of a recipe, with the weights chosen that are trained."""
     settings, weights, train = recipe.model, recipe.weights, recipe.train
     frozen = DTYPES[settings.dtype]
@@ -126,7 +130,7 @@ def build_model(recipe: Recipe) -> PipelineFlow:
         guidance_scale=settings.guidance_scale,
         max_sequence_length=settings.max_sequence_length,
         dtype=frozen,
-        device=device_of(settings.device),
+        device=device_of(settings.device, world),
         decode_batch_size=settings.decode_batch_size,
         network_dtype=frozen if weights.method == "lora" else torch.float32,
         autocast=torch.bfloat16 if train.mixed_precision == "bf16" else None,
@@ -149,12 +153,14 @@ def build_model(recipe: Recipe) -> PipelineFlow:
         model.set_gradient_checkpointing(True)
     if settings.compile:
         compile_network(model.network, model.device)
+    if recipe.parallel.sharding == "sharded":
+        compute = torch.bfloat16 if train.mixed_precision == "bf16" else None
+        shard(model.network, world, model.device, compute)
     return model
 
 
-def build_rewards(recipe: Recipe, chosen: Sequence[WatchedReward]) -> dict[str, Reward]:
+def build_rewards(recipe: Recipe, chosen: Sequence[WatchedReward], device: torch.device) -> dict[str, Reward]:
     """Rewards of a recipe by name, in its order; where it says so, with networks that wait on the CPU."""
-    device = device_of(recipe.model.device)
     rewards = {}
     for reward in chosen:
         loaded = load_reward(reward.name, reward.options, device)

@@ -143,7 +143,7 @@ def first_update(setup: Setup) -> Iterator[Finding]:
     """On a fresh rollout the ratio is 1, or the preference undecided; one update moves what is trained and
     nothing else."""
     recipe, model = setup.recipe, setup.model
-    found = collect(setup, setup.train_prompts.take([0]), [0], 0, _Silent(), noise_iteration=_ITERATION)
+    found = collect(setup, setup.train_prompts.take([0]), 0, _Silent(), noise_iteration=_ITERATION)
     if found.advantages:
         spread = max(float(each.abs().max()) for each in found.advantages.values())
         yield Finding(
@@ -161,7 +161,7 @@ def first_update(setup: Setup) -> Iterator[Finding]:
     metrics = update_policy(
         setup.trained_flow, found.cond, sets, optimizer, recipe.train, lambda: None, setup.reference
     )
-    yield _as_before_training(setup, metrics)
+    yield from _as_before_training(setup, metrics)
     after = fingerprints(everything)
     moved = {name for name in everything if before[name] != after[name]}
     yield Finding(
@@ -171,20 +171,23 @@ def first_update(setup: Setup) -> Iterator[Finding]:
     )
 
 
-def _as_before_training(setup: Setup, metrics: UpdateMetrics) -> Finding:
-    """What holds exactly before the first optimizer step."""
+def _as_before_training(setup: Setup, metrics: UpdateMetrics) -> Iterator[Finding]:
+    """What holds exactly before the first optimizer step, if there was any."""
     train = setup.recipe.train
+    if not metrics:
+        return
     if setup.algorithm.needs_reference:
         off = abs(metrics["loss"] - math.log(2))
-        return Finding(
+        yield Finding(
             off <= UNDECIDED,
             f"loss of a pair before the first update: off log 2 by {off:.1e}, expected at most {UNDECIDED:g}",
         )
+        return
     tolerance = train.ratio_tolerance if train.mixed_precision == "no" else 1e-2
-    return Finding(
-        metrics["on_policy_deviation"] <= tolerance,
-        f"ratio on the fresh rollout: off 1 by {metrics['on_policy_deviation']:.1e}, expected at most"
-        f" {tolerance:g}",
+    deviation = metrics["on_policy_deviation"]
+    yield Finding(
+        deviation <= tolerance,
+        f"ratio on the fresh rollout: off 1 by {deviation:.1e}, expected at most {tolerance:g}",
     )
 
 

@@ -19,6 +19,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from flowcredit.errors import InputError
+from flowcredit.sharding import parted
 
 STATE_FILE = "state.json"
 Groups = Mapping[str, Mapping[str, Tensor]]
@@ -109,8 +110,9 @@ def restore_optimizer(
     for key, value in tensors.items():
         name, _, entry = key.rpartition("/")
         parameter = parameters[name]
-        home = value if value.dim() == 0 else value.to(parameter.device)
-        optimizer.state[parameter][entry] = home.clone()
+        optimizer.state[parameter][entry] = (
+            value.clone() if value.dim() == 0 else parted(value, parameter).clone()
+        )
 
 
 def _numbered(folder: Path) -> list[Path]:

@@ -295,6 +295,16 @@ class LoggingSettings(Section):
     """Iterations between lines on the console; 1. The JSONL log holds every iteration."""
 
 
+class ParallelSettings(Section):
+    """Several processes under torchrun, one for each device."""
+
+    sharding: Literal["replicated", "sharded"] = "replicated"
+    """Whether every process holds all weights, or a part of the trained network's weights, gradients and
+    optimizer state (FSDP2), for networks too large for one device; replicated, as small ones need."""
+    timeout_s: Annotated[Number, Field(ge=1, le=86400)] = 1800.0
+    """Seconds that a process waits for the others before the run ends; 1800, chosen for slow rewards."""
+
+
 class CalibrationSettings(Section):
     """How `flowcredit calibrate` finds a noise level for each step (Algorithm 1 of DenseGRPO, arXiv
     2601.20218)."""
@@ -342,6 +352,7 @@ class Recipe(Section):
     evaluation: EvaluationSettings = EvaluationSettings()
     checkpoint: CheckpointSettings = CheckpointSettings()
     logging: LoggingSettings = LoggingSettings()
+    parallel: ParallelSettings = ParallelSettings()
     calibration: CalibrationSettings = CalibrationSettings()
 
     @model_validator(mode="before")

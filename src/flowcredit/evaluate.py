@@ -18,6 +18,7 @@ from torch import Tensor
 
 from flowcredit.comparison import Evaluation, evaluation_table, steps_table, summarise
 from flowcredit.config import EvaluationSettings, Recipe, ScoringSettings
+from flowcredit.distributed import ALONE, World
 from flowcredit.errors import InputError
 from flowcredit.image_grid import save_grid, save_image
 from flowcredit.interfaces import FlowModel, Reward
@@ -51,6 +52,7 @@ def sample(
     seed: int,
     batch_size: int,
     progress: Progress | None = None,
+    places: Sequence[int] | None = None,
 ) -> Iterator[Tensor]:
     """Draw one image for each prompt with the deterministic ODE, in batches: [B, 3, H, W] in [0, 1].
 
@@ -59,14 +61,16 @@ def sample(
 
     Args:
         grid: [T+1] sigmas from 1 to 0.
+        places: the prompts to draw; all by default.
         progress: told the number of velocity evaluations as they are done, T for each prompt.
     """
     num_steps = len(grid) - 1
     plan = Plan(num_steps, (Segment(None, tuple(range(num_steps + 1)), scored=True),))
-    for start in range(0, len(prompts), batch_size):
-        places = range(start, min(start + batch_size, len(prompts)))
-        cond = model.encode([prompts[place] for place in places])
-        noise = KeyedNoise(model, seed, _ITERATION, places)
+    chosen = range(len(prompts)) if places is None else places
+    for start in range(0, len(chosen), batch_size):
+        part = chosen[start : start + batch_size]
+        cond = model.encode([prompts[place] for place in part])
+        noise = KeyedNoise(model, seed, _ITERATION, part)
         done = rollout(model, plan, cond, grid, _no_noise, noise, batch_size, progress=progress)
         yield decode_images(model, done.leaves[0].squeeze(1))
 
@@ -81,6 +85,7 @@ def evaluate(
     scoring: ScoringSettings,
     iteration: int = 0,
     progress: Progress | None = None,
+    world: World = ALONE,
 ) -> Evaluation:
     """Sample the first ``settings.prompts`` prompts on ``grid`` [T+1] and score them with every reward.
 
@@ -91,9 +96,12 @@ def evaluate(
     chosen = prompt_set.take(range(min(settings.prompts, len(prompt_set))))
     check_columns(rewards, chosen.columns, chosen.source)
     groups = _groups(chosen, settings.group_by)
+    share, began = world.share(len(chosen)), time.monotonic()
+    mine = chosen.take(share.places)
+    shown = max(0, min(share.own, settings.images - share.places[0]))
     kept: list[Tensor] = []
-    parts = []
-    start, began = 0, time.monotonic()
+    parts = [torch.empty(len(rewards), 0)]
+    start = 0
     for images in sample(
         model,
         chosen.prompts,
@@ -101,23 +109,22 @@ def evaluate(
         seed=settings.seed,
         batch_size=settings.batch_size,
         progress=progress,
+        places=share.places,
     ):
-        rows = slice(start, start + len(images))
-        columns = {name: values[rows] for name, values in chosen.columns.items()}
-        parts.append(
-            score_images(
-                rewards,
-                images,
-                chosen.prompts[rows],
-                columns,
-                batch_size=scoring.batch_size,
-                on_error=scoring.on_error,
-                timeout_s=scoring.timeout_s,
+        rows = slice(start, min(start + len(images), share.own))
+        kept.append(images[: max(0, shown - start)].cpu())
+        start += len(images)
+        if rows.start < rows.stop:
+            parts.append(
+                _scored(
+                    rewards,
+                    images[: rows.stop - rows.start],
+                    mine.take(range(rows.start, rows.stop)),
+                    scoring,
+                )
             )
-        )
-        kept.append(images[: max(0, settings.images - start)].cpu())
-        start = rows.stop
-    scores = torch.cat(parts, dim=1)
+    scores = world.gathered(torch.cat(parts, dim=1), dim=1)
+    pictures = world.gathered(torch.cat(kept))
     return Evaluation(
         iteration=iteration,
         prompts=chosen.prompts,
@@ -125,7 +132,21 @@ def evaluate(
         group_by=settings.group_by,
         groups=groups,
         seconds=time.monotonic() - began,
-        images=torch.cat(kept),
+        images=pictures,
+    )
+
+
+def _scored(
+    rewards: Mapping[str, Reward], images: Tensor, prompts: PromptSet, scoring: ScoringSettings
+) -> Tensor:
+    return score_images(
+        rewards,
+        images,
+        prompts.prompts,
+        prompts.columns,
+        batch_size=scoring.batch_size,
+        on_error=scoring.on_error,
+        timeout_s=scoring.timeout_s,
     )
 
 
@@ -138,13 +159,13 @@ def evaluate_command(
     every score, as JSON; with several numbers of steps an object of them. Raises InputError as `evaluate`
     does, and for a run that has no finished iteration.
     """
-    from flowcredit.assembly import build_grid, build_model, build_rewards
+    from flowcredit.assembly import build_grid, build_model, build_rewards, device_of
     from flowcredit.demands import check_prompts
     from flowcredit.evaluation_files import to_json
     from flowcredit.run_folder import write_text
 
     heldout = load_prompts(recipe.prompts.heldout, recipe.prompts.column)
-    rewards = {**build_rewards(recipe, recipe.rewards), **build_rewards(recipe, recipe.watch)}
+    rewards = build_rewards(recipe, (*recipe.rewards, *recipe.watch), device_of(recipe.model.device))
     check_prompts(rewards, heldout, recipe.scoring.on_error)
     model = build_model(recipe)
     chosen = tuple(dict.fromkeys(num_steps)) or (recipe.evaluation.num_steps or recipe.algorithm.num_steps,)

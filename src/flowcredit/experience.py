@@ -3,16 +3,17 @@
 Axes: R rewards, P prompts, W samples of a prompt at a segment, *D latent dimensions.
 """
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from flowcredit.advantages import Images, credit_steps, image_advantages, quasi_normalised
+from flowcredit.advantages import credit_steps, image_advantages, quasi_normalised
 from flowcredit.assembly import Setup
 from flowcredit.credit import Neighbours, Preferences
+from flowcredit.distributed import ALONE, Share, World
 from flowcredit.image_pairs import Columns, read_pairs
 from flowcredit.interfaces import Conditioning
 from flowcredit.neighbours import neighbour_sets
@@ -23,6 +24,7 @@ from flowcredit.preference import extremes, pair_draws, pair_sets
 from flowcredit.prompts import PromptSet
 from flowcredit.rollout import KeyedNoise, Rollout, rollout
 from flowcredit.scoring import ScoreCounts, score_leaves
+from flowcredit.step_rewards import remaining_similarity
 
 
 class Listener(Protocol):
@@ -39,8 +41,9 @@ class Listener(Protocol):
 
 @dataclass(frozen=True)
 class Experience:
-    """``scores`` by scored segment [R, P, W] and ``advantages`` by transition [P, W], for the log; ``sets``
-    in the order in which they are trained."""
+    """``scores`` by scored segment [R, P, W] and ``advantages`` by transition [P, W], of the prompts of all
+    processes, for the log. ``cond`` and ``sets``, in the order in which they are trained, are of this
+    process's prompts; the first ``own`` of them count."""
 
     cond: Conditioning
     sets: tuple[TrainingSet, ...]
@@ -48,6 +51,7 @@ class Experience:
     advantages: Mapping[int, Tensor]
     counts: ScoreCounts
     velocity_evaluations: int
+    own: int
 
     @property
     def teaches(self) -> bool:
@@ -60,67 +64,116 @@ class Experience:
 def collect(
     setup: Setup,
     prompts: PromptSet,
-    places: Sequence[int],
     iteration: int,
     listener: Listener,
+    world: World = ALONE,
     noise_iteration: int | None = None,
 ) -> Experience:
-    """Roll out, score, and credit the steps of some prompts; or read the pairs of images that they name.
+    """Roll out, score, and credit the steps of this process's share of an iteration's ``prompts``; or read
+    the pairs of images that they name.
 
-    ``places`` are the prompts' places in the whole iteration, over all processes. ``noise_iteration`` keys
-    the noises; the iteration itself by default. Raises RewardError and InputError as
-    ``scoring.score_leaves``.
+    Scores are exchanged, so that every process credits all of them alike. ``noise_iteration`` keys the
+    noises; the iteration itself by default. Raises RewardError and InputError as ``scoring.score_leaves``.
     """
     recipe, plan = setup.recipe, setup.algorithm.plan_at(iteration)
     objective = setup.algorithm.objective
-    cond = setup.model.encode(prompts.prompts)
-    keyed = iteration if noise_iteration is None else noise_iteration
+    share = world.share(len(prompts))
+    mine = prompts.take(share.places)
+    cond = setup.model.encode(mine.prompts)
+    draw = _Draw(iteration if noise_iteration is None else noise_iteration, share, world)
     if isinstance(objective, Preferences) and objective.columns is not None:
-        images = _encoded_pairs(setup, prompts, objective.columns, listener)
-        sets = _pairs(setup, images, torch.arange(len(prompts)), objective, (keyed, places))
-        return Experience(cond, sets, {}, {}, ScoreCounts(0, 0), 0)
-    listener.stage("rolling out", plan.velocity_evaluations * len(prompts))
+        images = _encoded_pairs(setup, mine, objective.columns, listener)
+        there = torch.ones(len(mine), dtype=torch.bool)
+        sets = _pairs(setup, images, there, objective, draw)
+        return Experience(cond, sets, {}, {}, ScoreCounts(0, 0), 0, share.own)
+    listener.stage("rolling out", plan.velocity_evaluations * len(mine))
     ran = rollout(
         setup.model,
         plan,
         cond,
         setup.grid,
         setup.kernel,
-        KeyedNoise(setup.model, recipe.seed, keyed, places),
+        KeyedNoise(setup.model, recipe.seed, draw.iteration, share.places),
         recipe.rollout.batch_size,
         progress=listener.advance,
     )
-    listener.stage("scoring", plan.decodes * len(prompts))
-    scores, counts = score_leaves(
+    scores, counts = _scores(setup, ran, mine.take(range(share.own)), listener)
+    scores = {leaf: world.gathered(each, dim=1) for leaf, each in scores.items()}
+    credit, sets = _credited(setup, plan, ran, scores, draw)
+    assert world.largest([ran.velocity_evaluations]) == [ran.velocity_evaluations], (
+        "processes do not keep step"
+    )
+    (evaluated,) = world.summed([ran.velocity_evaluations])
+    return Experience(cond, sets, scores, credit, _added(counts, world), evaluated, share.own)
+
+
+@dataclass(frozen=True)
+class _Draw:
+    """Whose prompts these are: the noises' key, this process's share of the prompts."""
+
+    iteration: int
+    share: Share
+    world: World
+
+    def own(self, values: Mapping[int, Tensor]) -> dict[int, Tensor]:
+        """[P of all processes, ...] to this process's; those that only fill up have 0."""
+        begin, own = self.share.places[0], self.share.own
+        spare = len(self.share.places) - own
+        return {
+            key: torch.cat(
+                [value[begin : begin + own], torch.zeros_like(value[:1]).repeat_interleave(spare, 0)]
+            )
+            for key, value in values.items()
+        }
+
+
+def _scores(
+    setup: Setup, ran: Rollout, prompts: PromptSet, listener: Listener
+) -> tuple[dict[int, Tensor], ScoreCounts]:
+    """Scores of the leaves of this process's own prompts."""
+    scoring = setup.recipe.scoring
+    leaves = {leaf: states[: len(prompts)] for leaf, states in ran.leaves.items()}
+    listener.stage("scoring", setup.algorithm.plan.decodes * len(prompts))
+    return score_leaves(
         setup.model,
-        ran.leaves,
+        leaves,
         prompts.prompts,
         prompts.columns,
         setup.rewards,
-        batch_size=recipe.scoring.batch_size,
-        on_error=recipe.scoring.on_error,
-        timeout_s=recipe.scoring.timeout_s,
+        batch_size=scoring.batch_size,
+        on_error=scoring.on_error,
+        timeout_s=scoring.timeout_s,
         progress=listener.advance,
     )
-    credit, sets = _credited(setup, plan, ran, scores, (keyed, places))
-    return Experience(cond, sets, scores, credit, counts, ran.velocity_evaluations)
+
+
+def _added(counts: ScoreCounts, world: World) -> ScoreCounts:
+    """The counts of all processes; the reasons of the first that has any."""
+    told = world.told(asdict(counts))
+    return ScoreCounts(
+        decodes=sum(each["decodes"] for each in told),
+        reward_calls=sum(each["reward_calls"] for each in told),
+        missing={name: sum(each["missing"][name] for each in told) for name in counts.missing},
+        failed={name: sum(each["failed"][name] for each in told) for name in counts.failed},
+        reasons={name: why for each in reversed(told) for name, why in each["reasons"].items()},
+    )
 
 
 def _credited(
-    setup: Setup, plan: Plan, ran: Rollout, scores: Mapping[int, Tensor], keys: tuple[int, Sequence[int]]
+    setup: Setup, plan: Plan, ran: Rollout, scores: Mapping[int, Tensor], draw: _Draw
 ) -> tuple[dict[int, Tensor], tuple[TrainingSet, ...]]:
-    """Advantages, and what is trained on, as the method's objective has it."""
+    """Advantages of all processes' prompts, and what this one trains on, as the method's objective has it."""
     match setup.algorithm.objective:
         case None:
-            return _policy(setup, plan, ran, scores)
+            return _policy(setup, plan, ran, scores, draw)
         case Neighbours() as objective:
-            return _neighbours(setup, plan, ran, scores, objective, keys)
+            return _neighbours(setup, plan, ran, scores, draw, objective)
         case Preferences() as objective:
-            return _ranked(setup, plan, ran, scores, objective, keys)
+            return _ranked(setup, plan, ran, scores, draw, objective)
 
 
 def _policy(
-    setup: Setup, plan: Plan, ran: Rollout, scores: Mapping[int, Tensor]
+    setup: Setup, plan: Plan, ran: Rollout, scores: Mapping[int, Tensor], draw: _Draw
 ) -> tuple[dict[int, Tensor], tuple[TrainingSet, ...]]:
     """Advantages by transition, and the trained ones under the clipped objective."""
     credit = credit_steps(
@@ -129,11 +182,18 @@ def _policy(
         setup.reward_weights,
         setup.algorithm.credit,
         setup.recipe.train.reward_weights_on,
-        _images(ran) if setup.algorithm.credit.rule == "similarity" else None,
+        _shares(plan, ran, draw) if setup.algorithm.credit.rule == "similarity" else None,
     )
     trained = [step for step in ran.transitions if plan.segments[step.segment].trained]
     kept = {step.segment: plan.segments[step.segment].kept for step in trained}
-    return credit, policy_sets(trained, credit, setup.kernel, setup.recipe.train, kept)
+    return credit, policy_sets(trained, draw.own(credit), setup.kernel, setup.recipe.train, kept)
+
+
+def _shares(plan: Plan, ran: Rollout, draw: _Draw) -> dict[int, Tensor]:
+    """Each step's share of its image's credit, from the images that its state predicts, x - s v."""
+    predicted = {step.segment: step.x - step.sigma * step.v for step in ran.transitions}
+    own = remaining_similarity(plan, predicted, ran.leaves)
+    return {step: draw.world.gathered(each[: draw.share.own].cpu()) for step, each in own.items()}
 
 
 def _neighbours(
@@ -141,8 +201,8 @@ def _neighbours(
     plan: Plan,
     ran: Rollout,
     scores: Mapping[int, Tensor],
+    draw: _Draw,
     objective: Neighbours,
-    keys: tuple[int, Sequence[int]],
 ) -> tuple[dict[int, Tensor], tuple[TrainingSet, ...]]:
     """Advantages of the images, and the recorded steps of the anchors, drawn for each prompt."""
     (leaf,) = plan.scored
@@ -153,17 +213,14 @@ def _neighbours(
     clamp = setup.algorithm.credit.clamp
     if clamp is not None:
         advantages = advantages.clamp(-clamp, clamp)
-    iteration, places = keys
-    drawn = [
-        torch.randperm(plan.root_width, generator=generator(setup.recipe.seed, iteration, place, "anchors"))
-        for place in places
-    ]
+    keyed = [generator(setup.recipe.seed, draw.iteration, place, "anchors") for place in draw.share.places]
+    anchors = torch.stack([torch.randperm(plan.root_width, generator=each) for each in keyed])
     paths = [plan.segments[segment].path for segment in ran.recorded]
     sets = neighbour_sets(
         list(ran.recorded.values()),
         [(sigmas[k], sigmas[k_next]) for k, k_next in paths],
-        advantages,
-        torch.stack(drawn)[:, : objective.anchors],
+        draw.own({leaf: advantages})[leaf],
+        anchors[:, : objective.anchors],
         objective,
         train.clip_range,
     )
@@ -175,30 +232,27 @@ def _ranked(
     plan: Plan,
     ran: Rollout,
     scores: Mapping[int, Tensor],
+    draw: _Draw,
     objective: Preferences,
-    keys: tuple[int, Sequence[int]],
 ) -> tuple[dict[int, Tensor], tuple[TrainingSet, ...]]:
-    """Advantages of the images, and the best and the worst of each prompt as a pair; none where all are
-    equal."""
+    """Advantages of the images, and the best and the worst of each prompt as a pair; where all are equal, one
+    that does not count."""
     (leaf,) = plan.scored
     weights_on = setup.recipe.train.reward_weights_on
     advantages = image_advantages(scores[leaf], setup.reward_weights, weights_on)
-    rows, ends = extremes(advantages)
-    if len(rows) == 0:
-        return {leaf: advantages}, ()
-    device = ran.leaves[leaf].device
+    ends, differ = extremes(draw.own({leaf: advantages})[leaf])
+    rows, device = torch.arange(len(ends)), ran.leaves[leaf].device
     images = ran.leaves[leaf][rows.to(device).unsqueeze(1), ends.to(device)]
-    return {leaf: advantages}, _pairs(setup, images, rows, objective, keys)
+    return {leaf: advantages}, _pairs(setup, images, differ, objective, draw)
 
 
 def _pairs(
-    setup: Setup, images: Tensor, rows: Tensor, objective: Preferences, keys: tuple[int, Sequence[int]]
+    setup: Setup, images: Tensor, differ: Tensor, objective: Preferences, draw: _Draw
 ) -> tuple[TrainingSet, ...]:
-    """Pairs of images [N, 2, *D] of the prompts at ``rows`` [N], noised."""
-    iteration, places = keys
-    here = [places[row] for row in rows.tolist()]
-    drawn = pair_draws(setup.model, setup.grid, setup.recipe.seed, iteration, here, objective.draws)
-    return pair_sets(images, rows, *drawn, objective.beta)
+    """Pairs of images [P, 2, *D], one a prompt, noised; those that do not ``differ`` [P] do not count."""
+    places = draw.share.places
+    drawn = pair_draws(setup.model, setup.grid, setup.recipe.seed, draw.iteration, places, objective.draws)
+    return pair_sets(images, torch.arange(len(images)), *drawn, objective.beta, differ)
 
 
 def _encoded_pairs(setup: Setup, prompts: PromptSet, columns: Columns, listener: Listener) -> Tensor:
@@ -210,8 +264,3 @@ def _encoded_pairs(setup: Setup, prompts: PromptSet, columns: Columns, listener:
         encoded.append(model.encode_images(pair[0].to(model.device)))
         listener.advance(1)
     return torch.stack(encoded)
-
-
-def _images(ran: Rollout) -> Images:
-    """The images that the states of a rollout predict, x - s v, and those that it came to."""
-    return Images({step.segment: step.x - step.sigma * step.v for step in ran.transitions}, ran.leaves)

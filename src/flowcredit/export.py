@@ -1,18 +1,31 @@
 """Trained weights as files that plain diffusers loads, without this project."""
 
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
+
+from torch import Tensor
 
 from flowcredit.errors import InputError
 from flowcredit.models.loading import PipelineFlow, components
 from flowcredit.quiet import quiet_libraries
 
 LORA_FILE = "pytorch_lora_weights.safetensors"
+WEIGHT_FILES = "diffusion_pytorch_model{suffix}.safetensors"
+"""As diffusers names them; of large networks several, with an index."""
 
 
-def export_weights(model: PipelineFlow, folder: str | Path, *, overwrite: bool = False) -> Path:
+def export_weights(
+    model: PipelineFlow,
+    folder: str | Path,
+    trained: Mapping[str, Tensor] | None = None,
+    *,
+    overwrite: bool = False,
+) -> Path:
     """Write the trained weights of ``model`` to ``folder`` and return it.
+
+    ``trained``: whole tensors by parameter name, in place of the network's own where other processes hold
+    parts of these.
 
     Full fine-tuning: a whole pipeline folder for ``from_pretrained``; all but the network is copied file by
     file from the folder that the model came from, so its precision is that of the source. LoRA: the
@@ -30,8 +43,9 @@ def export_weights(model: PipelineFlow, folder: str | Path, *, overwrite: bool =
     if target.is_dir() and any(target.iterdir()) and not overwrite:
         raise InputError(f"export to {target}: the folder is not empty; remove it or choose another")
     write = _write_lora if _is_lora(model) else _write_pipeline
+    state = {**model.network.state_dict(), **(trained or {})}
     with quiet_libraries():
-        _write_whole(target, lambda partial: write(model, partial))
+        _write_whole(target, lambda partial: write(model, state, partial))
     return target
 
 
@@ -39,25 +53,28 @@ def _is_lora(model: PipelineFlow) -> bool:
     return any(".lora_" in name for name, _ in model.network.named_parameters())
 
 
-def _write_lora(model: PipelineFlow, folder: Path) -> None:
+def _write_lora(model: PipelineFlow, state: Mapping[str, Tensor], folder: Path) -> None:
     from peft import get_peft_model_state_dict
 
     network = model.pipeline.components[model.part]
     layers = {
-        f"{model.part}_lora_layers": get_peft_model_state_dict(network),
+        f"{model.part}_lora_layers": get_peft_model_state_dict(network, dict(state)),
         f"{model.part}_lora_adapter_metadata": network.peft_config["default"].to_dict(),
     }
     model.pipeline.save_lora_weights(folder, weight_name=LORA_FILE, **layers)
 
 
-def _write_pipeline(model: PipelineFlow, folder: Path) -> None:
+def _write_pipeline(model: PipelineFlow, state: Mapping[str, Tensor], folder: Path) -> None:
+    from huggingface_hub import save_torch_state_dict
+
     part = model.part
     for name in components(model.source):
         if name != part:
             shutil.copytree(model.source / name, folder / name)
     shutil.copyfile(model.source / "model_index.json", folder / "model_index.json")
-    model.pipeline.components[part].save_pretrained(folder / part)
-    # Training changes no setting of the network; diffusers' own file would carry a path of this machine.
+    (folder / part).mkdir()
+    save_torch_state_dict(dict(state), folder / part, filename_pattern=WEIGHT_FILES, max_shard_size="10GB")
+    # Training changes no setting of the network.
     shutil.copyfile(model.source / part / "config.json", folder / part / "config.json")
 
 

@@ -31,15 +31,25 @@ class NeighbourStep:
     advantages: Tensor
 
     @property
-    def entries(self) -> int:
-        return self.advantages.numel()
+    def terms(self) -> int:
+        return self.advantages.shape[1]
+
+    @property
+    def counted(self) -> Tensor:
+        return torch.ones_like(self.prompts, dtype=torch.bool)
+
+    @property
+    def live(self) -> Tensor:
+        return (self.advantages != 0).any(1)
 
     @property
     def needs_reference(self) -> bool:
         return False
 
     def part(self, first: int, last: int) -> "NeighbourStep":
-        cut = slice(first, last)
+        return self.only(slice(first, last))
+
+    def only(self, cut: slice | Tensor) -> "NeighbourStep":
         return replace(
             self,
             x=self.x[cut],

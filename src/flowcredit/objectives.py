@@ -34,8 +34,22 @@ class TrainingSet(Protocol):
         ...
 
     @property
-    def entries(self) -> int:
-        """Terms of the mean that the loss is."""
+    def terms(self) -> int:
+        """Entries of a row in the mean that the loss is."""
+        ...
+
+    @property
+    def counted(self) -> Tensor:
+        """[N] bool: the rows over which the loss is a mean."""
+        ...
+
+    @property
+    def live(self) -> Tensor:
+        """[N] bool: those of them that can move the policy."""
+        ...
+
+    def only(self, rows: Tensor) -> Self:
+        """Some of the rows, by their places."""
         ...
 
     @property
@@ -86,8 +100,16 @@ class PolicyStep:
     v_reference: Tensor | None = None
 
     @property
-    def entries(self) -> int:
-        return self.advantages.numel()
+    def terms(self) -> int:
+        return self.advantages.shape[1]
+
+    @property
+    def counted(self) -> Tensor:
+        return torch.ones_like(self.prompts, dtype=torch.bool)
+
+    @property
+    def live(self) -> Tensor:
+        return self.counted if self.needs_reference else (self.advantages != 0).any(1)
 
     @property
     def needs_reference(self) -> bool:

@@ -18,31 +18,45 @@ from flowcredit.objectives import Metrics
 @dataclass(frozen=True)
 class PairStep:
     """One draw for each pair: ``x`` [N, 2, *D], both images at one ``sigma`` [N] under one noise; ``target``
-    [N, 2, *D], the velocity noise - image; ``reference_error`` [N, 2], see ``denoising_error``."""
+    [N, 2, *D], the velocity noise - image; ``differ`` [N] bool, whether there is a preference at all;
+    ``reference_error`` [N, 2], see ``denoising_error``."""
 
     beta: float
     x: Tensor
     sigma: Tensor
     prompts: Tensor
     target: Tensor
+    differ: Tensor
     reference_error: Tensor | None = None
 
     @property
-    def entries(self) -> int:
-        return len(self.x)
+    def terms(self) -> int:
+        return 1
+
+    @property
+    def counted(self) -> Tensor:
+        return self.differ
+
+    @property
+    def live(self) -> Tensor:
+        return self.differ
 
     @property
     def needs_reference(self) -> bool:
         return True
 
     def part(self, first: int, last: int) -> "PairStep":
-        cut = slice(first, last)
+        return self.only(slice(first, last))
+
+    def only(self, cut: slice | Tensor) -> "PairStep":
+        """Some of the rows."""
         return replace(
             self,
             x=self.x[cut],
             sigma=self.sigma[cut],
             prompts=self.prompts[cut],
             target=self.target[cut],
+            differ=self.differ[cut],
             reference_error=None if self.reference_error is None else self.reference_error[cut],
         )
 
@@ -66,14 +80,13 @@ def denoising_error(v: Tensor, target: Tensor) -> Tensor:
 
 
 def extremes(advantages: Tensor) -> tuple[Tensor, Tensor]:
-    """The pairs of groups whose images differ: prompts [N], and the places [N, 2] of the best and the worst.
+    """The places [P, 2] of the best and the worst image of each group, and whether these differ [P].
 
     ``advantages`` [P, W]; where several are best or worst, the last of the best and the first of the worst.
     """
     order = advantages.argsort(dim=1, stable=True)
     ends = torch.stack([order[:, -1], order[:, 0]], 1)
-    differ = (advantages.gather(1, ends).diff(dim=1) < 0).squeeze(1)
-    return differ.nonzero().flatten(), ends[differ]
+    return ends, (advantages.gather(1, ends).diff(dim=1) < 0).squeeze(1)
 
 
 def noise_levels(grid: Tensor, u: Tensor) -> Tensor:
@@ -104,16 +117,19 @@ def pair_draws(
 
 
 def pair_sets(
-    images: Tensor, prompts: Tensor, noises: Tensor, sigmas: Tensor, beta: float
+    images: Tensor, prompts: Tensor, noises: Tensor, sigmas: Tensor, beta: float, differ: Tensor | None = None
 ) -> tuple[PairStep, ...]:
     """A set for each draw of ``noises`` [K, N, *D] and ``sigmas`` [K, N].
 
-    ``images`` [N, 2, *D] at sigma 0; ``prompts`` [N], the pairs' rows of the conditioning.
+    ``images`` [N, 2, *D] at sigma 0; ``prompts`` [N], the pairs' rows of the conditioning; ``differ`` [N] as
+    in ``PairStep``, all by default.
     """
+    rows = prompts.to(images.device)
+    there = torch.ones_like(rows, dtype=torch.bool) if differ is None else differ.to(images.device)
     sets = []
     for noise, sigma in zip(noises.to(images), sigmas.to(images), strict=True):
         both = noise.unsqueeze(1)
         s = sigma.view(-1, *[1] * (images.dim() - 1))
         x = (1 - s) * images + s * both
-        sets.append(PairStep(beta, x, sigma, prompts.to(images.device), both - images))
+        sets.append(PairStep(beta, x, sigma, rows, both - images, there))
     return tuple(sets)

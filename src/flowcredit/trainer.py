@@ -17,6 +17,7 @@ from flowcredit.checkpoint import Checkpoint, optimizer_tensors, restore_optimiz
 from flowcredit.comparison import alarms, evaluation_table, format_summary, summarise
 from flowcredit.config import Recipe
 from flowcredit.console import Monitor
+from flowcredit.distributed import ALONE, World, joined
 from flowcredit.errors import InputError
 from flowcredit.evaluate import evaluate
 from flowcredit.evaluation_files import load_evaluation, save_evaluation
@@ -29,6 +30,7 @@ from flowcredit.prompts import iteration_prompts
 from flowcredit.resuming import read_back
 from flowcredit.run_folder import RunFolder
 from flowcredit.scoring import RewardError
+from flowcredit.sharding import parted, whole
 from flowcredit.training_log import Record, iteration_line, iteration_record
 from flowcredit.update import UpdateMetrics, learning_rate, update_policy
 from flowcredit.weights import EMA, fingerprints, trainable_parameters
@@ -46,30 +48,40 @@ class Progress:
     parameters: dict[str, torch.nn.Parameter]
     optimizer: torch.optim.Optimizer
     ema: EMA | None
+    world: World = ALONE
     iteration: int = 0
     totals: dict[str, float] = field(default_factory=lambda: dict.fromkeys(TOTALS, 0.0))
 
 
 class _Interrupt:
-    """Ctrl-C, held back while weights change: the first asks the loop to stop, the second stops at once."""
+    """Ctrl-C, held back while weights change: the first asks the loop to stop, the second stops at once.
 
-    def __init__(self) -> None:
+    Of several processes none stops before all have agreed to, between two iterations.
+    """
+
+    def __init__(self, world: World) -> None:
         self.asked = False
+        self.world = world
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
-        if self.asked:
+        if self.asked and self.world.size == 1:
             raise KeyboardInterrupt
         self.asked = True
 
     def check(self) -> None:
         """Stop here if it was asked for: nothing is lost at this point."""
-        if self.asked:
+        if self.asked and self.world.size == 1:
+            raise KeyboardInterrupt
+
+    def agree(self) -> None:
+        """Stop here, all processes together, if any was asked to."""
+        if any(self.world.largest([int(self.asked)])):
             raise KeyboardInterrupt
 
 
 @contextmanager
-def _holding_interrupts() -> Iterator[_Interrupt]:
-    held = _Interrupt()
+def _holding_interrupts(world: World) -> Iterator[_Interrupt]:
+    held = _Interrupt(world)
     try:
         before = signal.signal(signal.SIGINT, held)
     except ValueError:  # Signals belong to the main thread; elsewhere there is no Ctrl-C to hold.
@@ -82,17 +94,21 @@ def _holding_interrupts() -> Iterator[_Interrupt]:
 
 
 def train(recipe: Recipe, run_dir: Path, console: Console | None = None) -> None:
-    """Run a recipe from its start into ``run_dir``, which must not exist.
+    """Run a recipe from its start into ``run_dir``, which must not exist; with the others under ``torchrun``.
 
     Raises InputError for whatever in the recipe cannot work, before the folder is made.
     """
     folder = RunFolder(run_dir)
-    folder.check_free()
-    console = console or Console()
-    setup = assemble(recipe)
-    folder.create(recipe)
-    with folder.owned():
-        _run(setup, folder, _start(setup), console)
+    with joined(recipe.parallel.timeout_s) as world:
+        console = _console(console, world)
+        if world.first:
+            folder.check_free()
+        world.wait()
+        setup = assemble(recipe, world)
+        if world.first:
+            folder.create(recipe)
+        with _owned(folder, world):
+            _run(setup, folder, _start(setup, world), console)
 
 
 def resume(run_dir: Path, overrides: Sequence[str] = (), console: Console | None = None) -> None:
@@ -101,24 +117,35 @@ def resume(run_dir: Path, overrides: Sequence[str] = (), console: Console | None
     Raises InputError if there is no run, or if an override changes the meaning of the run.
     """
     left = read_back(run_dir, overrides)
-    folder, recipe, console = RunFolder(run_dir), left.recipe, console or Console()
-    with folder.owned():
+    folder, recipe = RunFolder(run_dir), left.recipe
+    with joined(recipe.parallel.timeout_s) as world, _owned(folder, world):
+        console = _console(console, world)
         for note in left.notes:
             console.print(note, highlight=False, soft_wrap=True)
-        setup = assemble(recipe)
-        progress = _start(setup)
+        setup = assemble(recipe, world)
+        progress = _start(setup, world)
         if left.checkpoint is not None:
             _put_back(progress, left.checkpoint)
-        folder.write_recipe(recipe)
-        folder.cut_log(progress.iteration)
+        if world.first:
+            folder.write_recipe(recipe)
+            folder.cut_log(progress.iteration)
         console.print(f"resuming {run_dir} after iteration {progress.iteration}", highlight=False)
         _run(setup, folder, progress, console)
+
+
+def _console(console: Console | None, world: World) -> Console:
+    """Of several processes the first alone prints."""
+    return (console or Console()) if world.first else Console(quiet=True)
+
+
+def _owned(folder: RunFolder, world: World) -> AbstractContextManager[None]:
+    return folder.owned() if world.first else nullcontext()
 
 
 def _put_back(progress: Progress, checkpoint: Checkpoint) -> None:
     with torch.no_grad():
         for name, parameter in progress.parameters.items():
-            parameter.copy_(checkpoint.groups["weights"][name])
+            parameter.copy_(parted(checkpoint.groups["weights"][name], parameter))
     restore_optimizer(progress.optimizer, progress.parameters, checkpoint.groups["optimizer"])
     if progress.ema is not None:
         progress.ema.load_state_dict(checkpoint.groups["ema"])
@@ -126,7 +153,7 @@ def _put_back(progress: Progress, checkpoint: Checkpoint) -> None:
     progress.totals.update(checkpoint.state["totals"])
 
 
-def _start(setup: Setup) -> Progress:
+def _start(setup: Setup, world: World) -> Progress:
     settings = setup.recipe.train
     parameters = trainable_parameters(setup.model.network)
     optimizer = torch.optim.AdamW(
@@ -137,24 +164,25 @@ def _start(setup: Setup) -> Progress:
         weight_decay=settings.weight_decay,
     )
     ema = EMA(setup.model.network, settings.ema_decay) if settings.ema_decay > 0 else None
-    return Progress(parameters, optimizer, ema)
+    return Progress(parameters, optimizer, ema, world)
 
 
 def _run(setup: Setup, folder: RunFolder, progress: Progress, console: Console) -> None:
-    recipe = setup.recipe
+    recipe, world = setup.recipe, progress.world
     total = recipe.train.iterations
     introduce(setup, folder.path, console)
     saved = began_at = progress.iteration
     silent = 0
     with (
         Monitor(console, total, progress.iteration, recipe.logging.every) as monitor,
-        _holding_interrupts() as held,
+        _holding_interrupts(world) as held,
     ):
         try:
             _evaluate_if_due(setup, folder, progress, monitor, held.check)
             while progress.iteration < total:
                 record = _iterate(setup, progress, monitor, held.check)
-                folder.append_log(record)
+                if world.first:
+                    folder.append_log(record)
                 if progress.iteration % recipe.checkpoint.every == 0 or progress.iteration == total:
                     _save(folder, progress, recipe)
                     saved = progress.iteration
@@ -162,13 +190,14 @@ def _run(setup: Setup, folder: RunFolder, progress: Progress, console: Console) 
                 silent = silent + 1 if record.get("dead_groups") == 1 else 0
                 _tell_silence(silent, progress.iteration - began_at, monitor)
                 _evaluate_if_due(setup, folder, progress, monitor, held.check)
-                held.check()
+                held.agree()
         except (KeyboardInterrupt, RewardError, PairError):
             # None of them comes while weights change.
             if progress.iteration > saved:
                 _save(folder, progress, recipe)
             raise
     _finish(setup, folder, progress, console)
+    world.wait()
 
 
 def _tell_silence(silent: int, done: int, monitor: Monitor) -> None:
@@ -191,7 +220,7 @@ def _iterate(setup: Setup, progress: Progress, monitor: Monitor, check: Callable
     count = recipe.train.prompts_per_iteration
     chosen = iteration_prompts(len(setup.train_prompts), recipe.seed, iteration, count)
     prompts = setup.train_prompts.take(chosen)
-    found = collect(setup, prompts, range(count), iteration, _Listening(monitor, check))
+    found = collect(setup, prompts, iteration, _Listening(monitor, check), progress.world)
     check()
     for name, reason in found.counts.reasons.items():
         monitor.say(
@@ -227,8 +256,11 @@ def _update(setup: Setup, progress: Progress, rate: float, found: Experience) ->
         setup.recipe.train,
         after_step,
         setup.reference,
+        progress.world,
+        found.own,
     )
-    if first and fingerprints(progress.parameters) == before:
+    moved = int(fingerprints(progress.parameters) != before)
+    if first and not any(progress.world.largest([moved])):
         raise InputError(
             "the first update moved no trained weight, though advantages were not all 0: the gradient does"
             f" not reach them (its norm was {metrics['grad_norm']:g}); look at weights.targets and"
@@ -269,7 +301,9 @@ def _evaluate_if_due(
     recipe, every = setup.recipe, setup.recipe.evaluation.every
     ends = progress.iteration in (0, recipe.train.iterations)
     due = ends or (every > 0 and progress.iteration % every == 0)
-    if not due or folder.evaluation(progress.iteration).exists():
+    # The first process writes: the others must not look before all have decided.
+    done = progress.world.largest([int(folder.evaluation(progress.iteration).exists())])
+    if not due or any(done):
         return
     steps = recipe.evaluation.num_steps or recipe.algorithm.num_steps
     monitor.stage("evaluating", len(setup.heldout_prompts) * steps)
@@ -284,7 +318,10 @@ def _evaluate_if_due(
             scoring=recipe.scoring,
             iteration=progress.iteration,
             progress=_Listening(monitor, check).advance,
+            world=progress.world,
         )
+    if not progress.world.first:
+        return
     result = replace(result, seconds=time.monotonic() - began)
     save_evaluation(result, folder.path)
     means = "  ".join(
@@ -303,7 +340,11 @@ def _averaged(setup: Setup, progress: Progress) -> AbstractContextManager[None]:
 
 def _finish(setup: Setup, folder: RunFolder, progress: Progress, console: Console) -> None:
     with _averaged(setup, progress):
-        export_weights(setup.model, folder.final, overwrite=True)
+        trained = whole(trainable_parameters(setup.model.network), progress.world)
+        if progress.world.first:
+            export_weights(setup.model, folder.final, trained, overwrite=True)
+    if not progress.world.first:
+        return
     after, _ = load_evaluation(folder.evaluation(progress.iteration))
     before = load_evaluation(folder.evaluation(0))[0] if folder.evaluation(0).exists() else None
     write_model_card(folder.final, setup.recipe, type(setup.model.pipeline).__name__, before, after)
@@ -328,5 +369,8 @@ def _save(folder: RunFolder, progress: Progress, recipe: Recipe) -> None:
     }
     if progress.ema is not None:
         groups["ema"] = progress.ema.state_dict()
+    groups = {name: whole(tensors, progress.world) for name, tensors in groups.items()}
+    if not progress.world.first:
+        return
     state = {"totals": progress.totals, "recipe": recipe.model_dump(mode="json")}
     save_checkpoint(folder.checkpoints, progress.iteration, groups, state, recipe.checkpoint.keep_last)

@@ -6,15 +6,18 @@ Axes: P prompts, B rows in a forward pass, S states of a row, *D latent dimensio
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from flowcredit.config import TrainSettings
+from flowcredit.distributed import ALONE, World
 from flowcredit.errors import InputError
 from flowcredit.interfaces import Conditioning, FlowModel
 from flowcredit.objectives import Metrics, TrainingSet
 from flowcredit.rollout import rows_of
+from flowcredit.sharding import as_number, loss_scale
 
 Reference = Callable[[], AbstractContextManager[None]]
 """Turns the model into the reference policy while entered."""
@@ -39,6 +42,17 @@ def learning_rate(settings: TrainSettings, iteration: int) -> float:
     return settings.learning_rate * share
 
 
+@dataclass(frozen=True)
+class _Rows:
+    """The rows of a set that are evaluated: equally many in every process, of which ``real`` count here."""
+
+    rows: TrainingSet
+    real: int
+
+    def part(self, first: int, last: int) -> "_Rows":
+        return _Rows(self.rows.part(first, last), max(0, min(self.real, last) - first))
+
+
 def update_policy(
     model: FlowModel,
     cond: Conditioning,
@@ -47,58 +61,91 @@ def update_policy(
     settings: TrainSettings,
     after_step: Callable[[], None],
     reference: Reference | None = None,
+    world: World = ALONE,
+    own: int | None = None,
 ) -> UpdateMetrics:
-    """Train on what a rollout gave: one optimizer step for each set ("per_step") or one for all
-    ("accumulated").
+    """Train on a rollout: an optimizer step for each set ("per_step") or one for all ("accumulated").
 
-    The loss is the mean over the entries of the sets of an optimizer step. ``after_step`` is called after
-    each. ``reference`` turns the model into the policy that a KL or a preference is measured from. Without
-    sets nothing happens, and there are no metrics. Raises InputError where the gradient is not finite, and,
-    in float32, where the ratio strays from 1 before the first step.
+    The loss is the mean over the entries of the sets of an optimizer step, over all processes. Rows that can
+    teach nothing, since their advantages are 0, are left out before the network sees them, and so is an
+    optimizer step that has no others; without any there are no metrics. ``after_step`` is called after each.
+    ``reference`` turns the model into the policy that a KL or a preference is measured from. ``own``: how
+    many prompts of ``cond`` are this process's; the others only fill up. Raises InputError where the gradient
+    is not finite, and, in float32, where the ratio strays from 1 before the first step.
     """
-    if not sets:
-        return {}
-    sets = [_with_reference(model, cond, each, settings.micro_batch_size, reference) for each in sets]
-    steps = [[each] for each in sets] if settings.update == "per_step" else [list(sets)]
+    size = settings.micro_batch_size
+    chosen, totals = _chosen(sets, world, own)
+    chosen = [_with_reference(model, cond, each, size, reference) for each in chosen]
+    every = range(len(sets))
+    scale = loss_scale(_parameters(optimizer), world)
     seen: list[tuple[int, Metrics]] = []
-    norms, losses, on_policy = [], [], math.nan
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    for number, together in enumerate(steps):
-        total = sum(each.entries for each in together)
-        for chunk in _chunks(together, settings.micro_batch_size):
+    norms: list[float] = []
+    losses, spent = 0.0, 0
+    on_policy: float | None = None
+    for together in [[n] for n in every] if settings.update == "per_step" else [list(every)]:
+        if not any(len(chosen[n].rows.x) for n in together):
+            continue
+        total = sum(totals[n] for n in together)
+        for chunk in _chunks([chosen[n] for n in together], size):
             loss, metrics = _chunk_loss(model, cond, chunk, total)
-            loss.backward()
-            losses.append(loss.item() * total)
+            (loss * scale).backward()
+            losses += loss.item() * total
             seen += metrics
-        if number == 0 and all(RATIO in each for _, each in seen):
-            on_policy = max(each[RATIO] for _, each in seen)
-            _check_ratio(on_policy, settings)
-        norm = float(torch.nn.utils.clip_grad_norm_(parameters, settings.max_grad_norm))
-        if not math.isfinite(norm):
-            raise InputError(
-                f"the gradient norm is {norm}: training has diverged; go back to a checkpoint and lower"
-                f" train.learning_rate (now {settings.learning_rate:g})"
-            )
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
+        spent += total
+        if not norms:
+            on_policy = _deviation(seen, world)
+            if on_policy is not None:
+                _check_ratio(on_policy, settings)
+        norms.append(_step(optimizer, settings, world))
         after_step()
-        norms.append(norm)
-    found = _gathered(seen)
-    if not math.isnan(on_policy):
-        found["on_policy_deviation"] = on_policy
-    return {"loss": sum(losses) / sum(n for n, _ in seen), "grad_norm": sum(norms) / len(norms), **found}
+    return _metrics(world, seen, losses, spent, norms, on_policy)
+
+
+def _chosen(sets: Sequence[TrainingSet], world: World, own: int | None) -> tuple[list[_Rows], list[int]]:
+    """Of each set the rows that teach, filled up to as many as any process has; and its entries anywhere."""
+    valid = [torch.ones_like(each.live) if own is None else each.prompts < own for each in sets]
+    live = [each.live & there for each, there in zip(sets, valid, strict=True)]
+    counted = [each.counted & there for each, there in zip(sets, valid, strict=True)]
+    totals = world.summed([int(c.sum()) * each.terms for c, each in zip(counted, sets, strict=True)])
+    found = [int(each.sum()) for each in live]
+    chosen = []
+    for each, teaches, real, count in zip(sets, live, found, world.largest(found), strict=True):
+        order = torch.cat([teaches.nonzero().flatten(), (~teaches).nonzero().flatten()])
+        assert count <= len(order), "processes hold sets of different sizes"
+        rows = each if count == len(order) == real else each.only(order[:count])
+        chosen.append(_Rows(rows, real))
+    return chosen, totals
+
+
+def _parameters(optimizer: torch.optim.Optimizer) -> list[torch.nn.Parameter]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def _step(optimizer: torch.optim.Optimizer, settings: TrainSettings, world: World) -> float:
+    """One optimizer step on the gradients of all processes; their norm before clipping."""
+    parameters = _parameters(optimizer)
+    world.sum_gradients(parameters)
+    norm = as_number(torch.nn.utils.clip_grad_norm_(parameters, settings.max_grad_norm))
+    if not math.isfinite(norm):
+        raise InputError(
+            f"the gradient norm is {norm}: training has diverged; go back to a checkpoint and lower"
+            f" train.learning_rate (now {settings.learning_rate:g})"
+        )
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+    return norm
 
 
 @torch.no_grad()
 def _with_reference(
-    model: FlowModel, cond: Conditioning, rows: TrainingSet, size: int, reference: Reference | None
-) -> TrainingSet:
-    if not rows.needs_reference:
-        return rows
+    model: FlowModel, cond: Conditioning, chosen: _Rows, size: int, reference: Reference | None
+) -> _Rows:
+    if not chosen.rows.needs_reference or not len(chosen.rows.x):
+        return chosen
     assert reference is not None, "an objective that needs a reference was given none"
     with reference():
-        parts = [_velocities(model, cond, part)[0] for part in _chunks([rows], size)]
-    return rows.with_reference(torch.cat(parts))
+        parts = [_velocities(model, cond, [p.rows for p in part])[0] for part in _chunks([chosen], size)]
+    return _Rows(chosen.rows.with_reference(torch.cat(parts)), chosen.real)
 
 
 def _velocities(model: FlowModel, cond: Conditioning, chunk: Sequence[TrainingSet]) -> list[Tensor]:
@@ -111,18 +158,18 @@ def _velocities(model: FlowModel, cond: Conditioning, chunk: Sequence[TrainingSe
     return [part.unflatten(0, rows.x.shape[:2]) for part, rows in zip(parts, chunk, strict=True)]
 
 
-def _chunks(sets: Sequence[TrainingSet], size: int) -> Iterator[list[TrainingSet]]:
+def _chunks(sets: Sequence[_Rows], size: int) -> Iterator[list[_Rows]]:
     """Rows in order, ``size`` states to a chunk, across the bounds of sets; one row at least."""
-    chunk: list[TrainingSet] = []
+    chunk: list[_Rows] = []
     room = size
-    for rows in sets:
-        first, count, states = 0, len(rows.x), rows.x.shape[1]
+    for each in sets:
+        first, count, states = 0, len(each.rows.x), each.rows.x.shape[1]
         while first < count:
             if room < states and chunk:
                 yield chunk
                 chunk, room = [], size
             last = min(count, first + max(1, room // states))
-            chunk.append(rows.part(first, last))
+            chunk.append(each.part(first, last))
             room -= (last - first) * states
             first = last
     if chunk:
@@ -130,14 +177,21 @@ def _chunks(sets: Sequence[TrainingSet], size: int) -> Iterator[list[TrainingSet
 
 
 def _chunk_loss(
-    model: FlowModel, cond: Conditioning, chunk: Sequence[TrainingSet], total: int
+    model: FlowModel, cond: Conditioning, chunk: Sequence[_Rows], total: int
 ) -> tuple[Tensor, list[tuple[int, Metrics]]]:
     """The chunk's share of a mean over ``total`` entries; entries and metrics of its pieces."""
-    shares, seen = [], []
-    for rows, v in zip(chunk, _velocities(model, cond, chunk), strict=True):
-        loss, metrics = rows.loss(v)
-        shares.append(loss * (rows.entries / total))
-        seen.append((rows.entries, metrics))
+    velocities = _velocities(model, cond, [each.rows for each in chunk])
+    # Rows that only fill up keep their place in the graph: every process walks it backward alike.
+    shares = [v[each.real :].sum() * 0 for each, v in zip(chunk, velocities, strict=True)]
+    seen = []
+    for each, v in zip(chunk, velocities, strict=True):
+        if each.real == 0:
+            continue
+        rows = each.rows.part(0, each.real)
+        loss, metrics = rows.loss(v[: each.real])
+        entries = len(rows.x) * rows.terms
+        shares.append(loss * (entries / total))
+        seen.append((entries, metrics))
     return torch.stack(shares).sum(), seen
 
 
@@ -150,14 +204,43 @@ def _check_ratio(deviation: float, settings: TrainSettings) -> None:
         )
 
 
-def _gathered(seen: Sequence[tuple[int, Metrics]]) -> dict[str, float]:
-    """Means weighted by entries, and maxima, of metrics that every piece tells."""
-    found = {}
-    for name in seen[0][1]:
-        values = [metrics[name] for _, metrics in seen]
-        if name.endswith("max_deviation"):
-            found[name] = max(values)
-        else:
-            weights = [entries for entries, _ in seen]
-            found[name] = sum(w * v for w, v in zip(weights, values, strict=True)) / sum(weights)
+def _deviation(seen: Sequence[tuple[int, Metrics]], world: World) -> float | None:
+    """The largest ``|ratio - 1|`` in any process; None where the objective has no ratio."""
+    told = world.told(max((each[RATIO] for _, each in seen if RATIO in each), default=None))
+    return max((each for each in told if each is not None), default=None)
+
+
+def _metrics(
+    world: World,
+    seen: Sequence[tuple[int, Metrics]],
+    losses: float,
+    spent: int,
+    norms: Sequence[float],
+    on_policy: float | None,
+) -> UpdateMetrics:
+    """Over all processes: means weighted by entries, and maxima. Nothing where there was no optimizer
+    step."""
+    if not norms:
+        return {}
+    weight = sum(entries for entries, _ in seen)
+    sums: dict[str, float] = {}
+    maxima: dict[str, float] = {}
+    for entries, metrics in seen:
+        for name, value in metrics.items():
+            if name.endswith("max_deviation"):
+                maxima[name] = max(maxima.get(name, value), value)
+            else:
+                sums[name] = sums.get(name, 0.0) + entries * value
+    told = world.told([losses, weight, sums, maxima])
+    whole = sum(each[1] for each in told)
+    found = {
+        "loss": sum(each[0] for each in told) / spent,
+        "grad_norm": sum(norms) / len(norms),
+    }
+    for name in dict.fromkeys(name for each in told for name in each[2]):
+        found[name] = sum(each[2].get(name, 0.0) for each in told) / whole
+    for name in dict.fromkeys(name for each in told for name in each[3]):
+        found[name] = max(each[3][name] for each in told if name in each[3])
+    if on_policy is not None:
+        found["on_policy_deviation"] = on_policy
     return found

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from flowcredit.errors import InputError
+from flowcredit.sharding import own_part, parted
 
 Method = Literal["full", "lora"]
 
@@ -38,10 +39,13 @@ def trainable_parameters(network: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def fingerprints(parameters: Mapping[str, Tensor]) -> dict[str, tuple[float, float]]:
-    """Two sums of each tensor, which a change of any weight moves; no second copy of the weights is made."""
+    """Two sums of each tensor, which a change of any weight moves; no second copy of the weights is made.
+
+    Of a network that is spread over processes, those of this one's part.
+    """
     found = {}
     for name, parameter in parameters.items():
-        values = parameter.detach().flatten()
+        values = own_part(parameter.detach()).flatten()
         ramp = torch.linspace(0.5, 1.5, len(values), device=values.device)
         found[name] = (
             float(values.sum(dtype=torch.float64)),
@@ -193,7 +197,7 @@ class EMA:
 @torch.no_grad()
 def _copy_into(targets: Mapping[str, Tensor], values: Mapping[str, Tensor]) -> None:
     for name, target in targets.items():
-        target.copy_(values[name])
+        target.copy_(parted(values[name], target) if type(values[name]) is Tensor else values[name])
 
 
 def _check_names(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:
