@@ -5,6 +5,7 @@ import io
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -195,16 +196,26 @@ def _hub_files(source: str) -> list[Path]:
 
     name, _, split = source.removeprefix(HUB).partition("#")
     name, _, revision = name.partition("@")
+    fetch = partial(
+        snapshot_download,
+        name,
+        repo_type="dataset",
+        revision=revision or None,
+        allow_patterns=["*.parquet"],
+    )
+    failures = (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError)
     try:
-        folder = snapshot_download(
-            name, repo_type="dataset", revision=revision or None, allow_patterns=["*.parquet"]
-        )
-    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
-        reason = str(error).strip().splitlines()[0]
-        raise InputError(
-            f"{source}: this data set cannot be fetched ({reason}); expected hf:owner/name of one that is"
-            " stored as parquet, or download it and give the folder"
-        ) from None
+        folder = fetch()
+    except failures as error:
+        try:
+            # Versions of the library before 2 ask the hub for a given revision even if it is in the cache.
+            folder = fetch(local_files_only=True)
+        except failures:
+            reason = str(error).strip().splitlines()[0]
+            raise InputError(
+                f"{source}: this data set cannot be fetched ({reason}); expected hf:owner/name of one that is"
+                " stored as parquet, or download it and give the folder"
+            ) from None
     files = _files_in(Path(folder), source)
     if not split:
         return files
