@@ -24,7 +24,7 @@ from flowcredit.compare.results import Estimate, estimate, paired
 from flowcredit.compare.runs import plan_runs
 from flowcredit.compare.tables import decimals, show
 from flowcredit.errors import InputError
-from test_report import Page
+from test_report import Page, panels
 from tiny_flux import build_tiny_flux
 
 pytestmark = pytest.mark.usefixtures("one_thread", "in_this_process")
@@ -228,6 +228,40 @@ def test_the_page_tells_scores_costs_and_settings(whole: Path) -> None:
     text = (whole / "results.md").read_text()
     assert "| &lt;script>alert('x')&lt;/script> \\| \\*b\\* |" in text
     assert f"{REDNESS} (trained on)" in text
+
+
+def test_curves_are_drawn_for_each_reward_against_each_cost(whole: Path) -> None:
+    page = Page((whole / "comparison.html").read_text())
+    assert len(panels(page, "Held-out rewards")) == 2 * 3
+
+
+@pytest.mark.usefixtures("no_curves")
+def test_a_score_that_is_missing_is_told_and_counts_as_none(file: Path, whole: Path, tmp_path: Path) -> None:
+    out = Path(shutil.copytree(whole, tmp_path / "out"))
+    for seed in (0, 1):
+        path = out / "g-rpo" / f"seed-{seed}" / "evaluations" / "000004.json"
+        content = json.loads(path.read_text())
+        content["rewards"][BRIGHTNESS]["scores"] = [None] * 3
+        if seed == 0:
+            content["rewards"][REDNESS]["scores"] = [0.25, None, 0.75]
+        path.write_text(json.dumps(content))
+    comparison, budget = adjusted(from_words([str(file)], []))
+    assert compare_command(comparison, budget, out, 1, Done, Console(quiet=True), run=False)
+    page = Page((out / "comparison.html").read_text())
+    assert f"G²RPO, seed 0: 1 of 3 held-out images have no score by {REDNESS}" in page.texts
+    assert f"G²RPO, seed 1: 3 of 3 held-out images have no score by {BRIGHTNESS}" in page.texts
+    assert page.row("G²RPO")[2] == "no score"
+    first, other = results(out)["arms"]
+    assert first["runs"][0]["points"][-1]["scores"] == {REDNESS: 0.5, BRIGHTNESS: None}
+    assert first["scores"][BRIGHTNESS] == {
+        "mean": None,
+        "interval_95": None,
+        "seeds": 0,
+        "difference_from_first": None,
+    }
+    assert other["scores"][BRIGHTNESS]["difference_from_first"]["mean"] is None
+    # Beside the changed run the other arm's images are there still.
+    assert len(page.pictures) == 3 * 3
 
 
 def test_again_runs_nothing_and_gives_the_same_page(file: Path, whole: Path) -> None:

@@ -1,7 +1,8 @@
 """``flowcredit compare``: from words to runs, and from runs to a page."""
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 
@@ -74,6 +75,20 @@ def compare_command(
         raise InputError(f"{out}: there is no such comparison yet; leave out --page-only")
     if budget.kind != "seconds" or read_paces(out):
         refuse_others(out, plan_runs(comparison, budget, out, read_paces(out)), budget)
+    with _owned(out) if run else nullcontext():
+        paces = _paces(comparison, budget, out, parallel, start, console, run)
+        runs = plan_runs(comparison, budget, out, paces)
+        refuse_others(out, runs, budget)
+        if run:
+            write_plan(out, budget, paces)
+            write_recipes(runs)
+        failures = _run(comparison, budget, runs, out, parallel, start, console) if run else []
+        return _page(comparison, budget, runs, out, failures, console)
+
+
+@contextmanager
+def _owned(out: Path) -> Iterator[None]:
+    """The folder, held by one command at a time."""
     out.mkdir(parents=True, exist_ok=True)
     lock = FileLock(out / ".lock", timeout=0)
     try:
@@ -83,14 +98,7 @@ def compare_command(
             f"{out}: another comparison is at work there; wait for its end, or stop it"
         ) from None
     try:
-        paces = _paces(comparison, budget, out, parallel, start, console, run)
-        runs = plan_runs(comparison, budget, out, paces)
-        refuse_others(out, runs, budget)
-        if run:
-            write_plan(out, budget, paces)
-            write_recipes(runs)
-        failures = _run(comparison, budget, runs, out, parallel, start, console) if run else []
-        return _page(comparison, budget, runs, out, failures, console)
+        yield
     finally:
         lock.release()
 
@@ -151,7 +159,7 @@ def _introduction(
     comparison: Comparison, budget: Budget, runs: Sequence[Run], out: Path, parallel: int
 ) -> list[str]:
     lines = [
-        f"{len(comparison.arms)} arms x {len(comparison.seeds)} seeds at {budget.words} a run,"
+        f"{_count(comparison.arms, 'arm')} x {_count(comparison.seeds, 'seed')} at {budget.words} a run,"
         f" {parallel} at a time, in {out}"
     ]
     for arm in comparison.arms:
@@ -180,6 +188,10 @@ def _page(
     for line in write_page(comparison, budget, runs, out, notes):
         console.print(line, highlight=False, markup=False, soft_wrap=True)
     return not failures
+
+
+def _count(things: Sequence[object], name: str) -> str:
+    return f"{len(things)} {name}{'' if len(things) == 1 else 's'}"
 
 
 def default_parallel(threads: int) -> int:
