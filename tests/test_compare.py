@@ -20,9 +20,7 @@ from flowcredit import cli, trainer
 from flowcredit.compare import processes
 from flowcredit.compare.arms import from_words
 from flowcredit.compare.command import adjusted, compare_command
-from flowcredit.compare.results import Estimate, estimate, paired
 from flowcredit.compare.runs import plan_runs
-from flowcredit.compare.tables import decimals, show
 from flowcredit.errors import InputError
 from test_report import Page, panels
 from tiny_flux import build_tiny_flux
@@ -363,35 +361,6 @@ def test_a_budget_of_seconds_is_measured_once_and_kept(file: Path, tmp_path: Pat
     with pytest.raises(Killed):
         compare_command(comparison, budget, out, 1, start, Console(quiet=True))
     assert len(started) == 3
-
-
-def test_intervals_by_hand() -> None:
-    # A deviation of 1 over the root of 4, times 3.18245 at three degrees of freedom.
-    root = math.sqrt(1.5)
-    found = estimate([5 - root, 5, math.nan, 5, 5 + root])
-    assert (found.mean, found.count) == (5, 4)
-    assert found.half == pytest.approx(3.18245 * 1 / 2, rel=1e-5)
-    assert estimate([2.0]).mean == 2.0
-    assert math.isnan(estimate([2.0]).half)
-    assert estimate([math.nan]).count == 0
-    assert paired({0: 1.0, 1: 2.0, 2: 9.0}, {1: 2.5, 0: 1.5}).mean == 0.5
-    assert paired({0: 1.0}, {1: 1.0}).count == 0
-
-
-@pytest.mark.parametrize(
-    ("each", "text"),
-    [
-        (Estimate(0.79912, 0.01301, 5), "0.799 ± 0.013"),
-        (Estimate(21.7249, 0.1049, 5), "21.72 ± 0.10"),
-        (Estimate(1043.4, 12.2, 5), "1043 ± 12"),
-        (Estimate(0.64, math.nan, 1), "0.640 (1 of 5 seeds)"),
-        (Estimate(21.7249, math.nan, 5), "21.72"),
-        (Estimate(math.nan, math.nan, 0), "no score"),
-        (Estimate(0.5, 0.0, 2), "0.500 ± 0.000 (2 of 5 seeds)"),
-    ],
-)
-def test_numbers_have_the_digits_that_their_intervals_bear(each: Estimate, text: str) -> None:
-    assert show(each, decimals([each]), of=5) == text
 
 
 def test_nothing_is_drawn_of_a_comparison_that_has_not_begun(

@@ -129,7 +129,7 @@ def test_a_run_is_refused_before_its_model_is_loaded(
     monkeypatch.setattr(assembly, "load_reward", lambda name, options, device: loads[name]())
     reached: list[Recipe] = []
 
-    def build_model(recipe: Recipe) -> Any:
+    def build_model(recipe: Recipe, world: Any) -> Any:
         reached.append(recipe)
         raise InputError("the model is loaded")
 

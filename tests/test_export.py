@@ -122,7 +122,7 @@ def test_a_failed_export_leaves_what_was_there(
     before = (target / LORA_FILE).read_bytes()
     full = trained(folder, "full")
 
-    def disk_full(*_: object) -> None:
+    def disk_full(*_: object, **__: object) -> None:
         raise OSError("No space left on device")
 
     monkeypatch.setattr("huggingface_hub.save_torch_state_dict", disk_full)
