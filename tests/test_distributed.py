@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -156,6 +157,15 @@ def test_processes_change_nothing(folder: Path, single: Path, processes: int) ->
     launch(folder, processes, VARIANTS, out)
     for name in VARIANTS:
         assert_same_run(single / name, out / name)
+
+    if processes == 2:
+        ends = [folder / "resumed alone", folder / "resumed from two"]
+        for run, end in zip((single, out), ends, strict=True):
+            shutil.copytree(run / "uneven", end)
+            trainer.resume(end, ["train.iterations=4"], Console(quiet=True))
+        left, right = (load_file(end / "checkpoints" / "000004" / "weights.safetensors") for end in ends)
+        for name, value in left.items():
+            torch.testing.assert_close(right[name], value, rtol=0, atol=1e-5, msg=name)
 
 
 def test_a_network_spread_over_processes_trains_alike(folder: Path, single: Path) -> None:

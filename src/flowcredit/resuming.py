@@ -19,6 +19,7 @@ MAY_CHANGE = (
     "model.offload",
     "rollout.",
     "scoring.",
+    "parallel.",
 )
 """Settings, or beginnings of them, that a resumed run may change; batch sizes move it by rounding alone."""
 
