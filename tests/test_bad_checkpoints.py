@@ -1,5 +1,6 @@
 """Checkpoints whose weights do not fit: one line that names the file or folder, never weights at random."""
 
+import json
 import re
 import shutil
 import sys
@@ -154,3 +155,25 @@ def test_the_command_ends_with_one_line(
     assert ended.value.code == 2
     said = capsys.readouterr().err.strip().splitlines()
     assert [line for line in said if "weights that are unknown: new" in line] == said[-1:]
+
+
+def test_a_config_of_other_types_is_one_line(built: Callable[[str], Path], tmp_path: Path) -> None:
+    target = tmp_path / "model"
+    shutil.copytree(built("flux"), target)
+    file = target / "transformer" / "config.json"
+    settings = json.loads(file.read_text())
+    file.write_text(json.dumps({**settings, "num_attention_heads": "two"}))
+    with pytest.raises(InputError, match=r"not loadable as a FluxPipeline: .* \(in transformer/\)"):
+        load_tiny_flux(target)
+
+
+def test_an_index_that_is_no_object_is_told_by_plan(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "model_index.json").write_text("[]")
+    recipe = Path(__file__).parent.parent / "recipes" / "shapes_g2rpo.yaml"
+    monkeypatch.setattr(sys, "argv", ["flowcredit", "plan", str(recipe), f"model.path={tmp_path}"])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == 2
+    assert "model_index.json: a JSON list; expected an object" in capsys.readouterr().err

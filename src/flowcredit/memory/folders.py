@@ -124,6 +124,9 @@ def read_header(file: Path) -> dict[str, tuple[int, ...]]:
 
 def _read_json(file: Path) -> Any:
     try:
-        return json.loads(file.read_text(encoding="utf-8"))
+        found = json.loads(file.read_text(encoding="utf-8"))
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
         raise InputError(f"{file}: not valid JSON ({error})") from None
+    if not isinstance(found, dict):
+        raise InputError(f"{file}: a JSON {type(found).__name__}; expected an object")
+    return found

@@ -64,7 +64,8 @@ def _load(kind: Any, folder: Path, name: str, part: Any, dtype: torch.dtype) -> 
         module, report = part.from_pretrained(
             where, dtype=dtype, local_files_only=True, output_loading_info=True, **listing
         )
-    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
+    except (OSError, ValueError, RuntimeError, SafetensorError, TypeError, KeyError, AttributeError) as error:
+        # The last three come from a config.json whose values are of other types.
         if (found := _SHAPES.search(str(error))) is not None:
             raise InputError(
                 _misfit(where, part, f"of another shape: {found[1]} is {found[3]}, not {found[2]}")

@@ -97,7 +97,7 @@ def load_pipeline(
     modules = load_modules(kind, folder, {part: settings.network_dtype}, settings.dtype, absent)
     try:
         pipeline = kind.from_pretrained(folder, local_files_only=True, **modules, **dict.fromkeys(absent))
-    except (OSError, ValueError, RuntimeError) as error:
+    except (OSError, ValueError, RuntimeError, TypeError, KeyError, AttributeError) as error:
         raise InputError(not_loadable(folder, kind, error)) from error
     if settings.lora is not None:
         _fuse_lora(pipeline, settings.lora)
