@@ -82,6 +82,10 @@ BAD = {
     "missing": (lambda folder: None, "no such file; paths are relative"),
     "a folder": (lambda folder: (folder / "bad.png").mkdir(), "not readable as an image"),
     "a text": (lambda folder: (folder / "bad.png").write_text("no"), "not an image that Pillow knows"),
+    "deep": (
+        lambda folder: Image.new("I;16", (40, 40), 999).save(folder / "bad.png"),
+        "more than 8 bits a channel",
+    ),
     "small": (lambda folder: picture(folder / "bad.png", 32, 23), "32 x 23 pixels, smaller than .* 32 x 24"),
 }
 

@@ -34,6 +34,7 @@ def check_pairs(prompts: PromptSet, columns: Columns, height: int, width: int) -
         said = f'{place}: "{column}" {path}'
         with _opened(path, said) as image:
             lying = (image.width - image.height) * (width - height) < 0
+            _check_depth(image.mode, said)
             _check_size(image.size[::-1] if lying else image.size, said, height, width)
 
 
@@ -48,6 +49,7 @@ def read_pairs(prompts: PromptSet, columns: Columns, height: int, width: int) ->
     for place, path, column in _named(prompts, columns):
         said = f'{place}: "{column}" {path}'
         with _opened(path, said) as image:
+            _check_depth(image.mode, said)
             ImageOps.exif_transpose(image, in_place=True)
             _check_size(image.size, said, height, width)
             fitted = ImageOps.fit(image.convert("RGB"), (width, height), Image.Resampling.BILINEAR)
@@ -101,8 +103,18 @@ def _opened(path: Path, said: str) -> Iterator[Image.Image]:
     except UnidentifiedImageError:
         raise PairError(f"{said}: not an image that Pillow knows; expected such as PNG or JPEG") from None
     except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
-        # Pillow raises SyntaxError for damaged PNG.
+        # Pillow raises SyntaxError for damaged PNG. What was already told is told as it is.
+        if isinstance(error, PairError):
+            raise
         raise PairError(f"{said}: not readable as an image ({str(error).strip()})") from None
+
+
+def _check_depth(mode: str, said: str) -> None:
+    if mode.startswith(("I", "F")):
+        raise PairError(
+            f"{said}: more than 8 bits a channel (Pillow's mode {mode}), which would become white; expected"
+            " 8 bits a channel"
+        )
 
 
 def _check_size(size: tuple[int, int], said: str, height: int, width: int) -> None:
