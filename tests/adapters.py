@@ -99,10 +99,20 @@ def velocities_by_row(model: PipelineFlow, prompts: Sequence[str]) -> tuple[Tens
     return model.velocity(x, sigma, cond), torch.cat(alone), torch.cat(swapped)
 
 
-def checkpointing_keeps_gradients(
+@dataclass(frozen=True)
+class Recomputed:
+    """Runs of the first blocks, and the gradients by name, without checkpointing and with it."""
+
+    plain_runs: int
+    checkpointed_runs: int
+    plain: dict[str, Tensor]
+    checkpointed: dict[str, Tensor]
+
+
+def with_and_without_checkpointing(
     model: PipelineFlow, method: Literal["full", "lora"], prompts: Sequence[str]
-) -> None:
-    """Gradients are the same with checkpointing, which runs the blocks a second time, and only so."""
+) -> Recomputed:
+    """One forward and backward pass either way, and once more without."""
     prepare_weights(model.network, method, rank=2, alpha=4.0, targets=model.lora_targets)
     x = model.initial_noise(len(prompts), torch.Generator().manual_seed(0))
     sigma, cond = torch.linspace(0.8, 0.4, len(prompts)), model.encode(prompts)
@@ -125,11 +135,8 @@ def checkpointing_keeps_gradients(
     plain = gradients(False)
     once = len(runs)
     recomputed = gradients(True)
-    assert once > 0
-    assert len(runs) == 2 * once, "the blocks did not run again in the backward pass"
+    twice = len(runs)
     again = gradients(False)
     assert len(runs) == once
-    assert plain.keys() == recomputed.keys() == again.keys()
-    for name, gradient in plain.items():
-        torch.testing.assert_close(recomputed[name], gradient, msg=name)
-    assert any(gradient.abs().max() > 0 for gradient in plain.values())
+    assert plain.keys() == again.keys()
+    return Recomputed(once, twice, plain, recomputed)

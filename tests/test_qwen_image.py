@@ -8,7 +8,7 @@ import pytest
 import torch
 from diffusers import QwenImagePipeline
 
-from adapters import checkpointing_keeps_gradients, train_stand_in, updated_once, velocities_by_row
+from adapters import train_stand_in, updated_once, velocities_by_row, with_and_without_checkpointing
 from flowcredit.errors import InputError
 from flowcredit.export import export_weights
 from flowcredit.weights import prepare_weights
@@ -98,7 +98,11 @@ def test_a_rows_velocity_is_its_own(folder: Path, guidance_scale: float) -> None
 def test_gradient_checkpointing_keeps_every_gradient(
     folder: Path, method: Literal["full", "lora"], autocast: torch.dtype | None
 ) -> None:
-    checkpointing_keeps_gradients(load_tiny_qwen_image(folder, autocast=autocast), method, PROMPTS)
+    found = with_and_without_checkpointing(load_tiny_qwen_image(folder, autocast=autocast), method, PROMPTS)
+    assert found.checkpointed_runs == 2 * found.plain_runs > 0, "the blocks did not run again"
+    assert found.checkpointed.keys() == found.plain.keys()
+    assert any(bool(gradient.any()) for gradient in found.plain.values())
+    torch.testing.assert_close(found.checkpointed, found.plain)
 
 
 @pytest.mark.parametrize("method", ["lora", "full"])

@@ -53,7 +53,7 @@ class Algorithm:
     def set_states(self, plan: Plan) -> tuple[int, ...]:
         """For each set that is trained, the states of one prompt whose velocity it needs again."""
         if isinstance(self.objective, Preferences):
-            return (2 * self.objective.draws,)
+            return (2,) * self.objective.draws
         if isinstance(self.objective, Neighbours):
             return tuple(self.objective.anchors for segment in plan.segments if segment.recorded)
         trained = [i for i in plan.transitions if plan.segments[i].trained]

@@ -97,7 +97,9 @@ def collect(
         recipe.rollout.batch_size,
         progress=listener.advance,
     )
-    scores, counts = _scores(setup, ran, mine.take(range(share.own)), listener)
+    own = mine.take(range(share.own))
+    listener.stage("scoring", plan.decodes * len(own))
+    scores, counts = _scores(setup, ran, own, listener)
     scores = {leaf: world.gathered(each, dim=1) for leaf, each in scores.items()}
     credit, sets = _credited(setup, plan, ran, scores, draw)
     assert world.largest([ran.velocity_evaluations]) == [ran.velocity_evaluations], (
@@ -133,7 +135,6 @@ def _scores(
     """Scores of the leaves of this process's own prompts."""
     scoring = setup.recipe.scoring
     leaves = {leaf: states[: len(prompts)] for leaf, states in ran.leaves.items()}
-    listener.stage("scoring", setup.algorithm.plan.decodes * len(prompts))
     return score_leaves(
         setup.model,
         leaves,

@@ -191,9 +191,10 @@ def _run(setup: Setup, folder: RunFolder, progress: Progress, console: Console) 
                 _tell_silence(silent, progress.iteration - began_at, monitor)
                 _evaluate_if_due(setup, folder, progress, monitor, held.check)
                 held.agree()
-        except (KeyboardInterrupt, RewardError, PairError):
-            # None of them comes while weights change.
-            if progress.iteration > saved:
+        except (KeyboardInterrupt, RewardError, PairError) as stop:
+            # None of them comes while weights change. An error is one process's own: the others are not here.
+            together = world.size == 1 or isinstance(stop, KeyboardInterrupt)
+            if together and progress.iteration > saved:
                 _save(folder, progress, recipe)
             raise
     _finish(setup, folder, progress, console)
@@ -259,8 +260,7 @@ def _update(setup: Setup, progress: Progress, rate: float, found: Experience) ->
         progress.world,
         found.own,
     )
-    moved = int(fingerprints(progress.parameters) != before)
-    if first and not any(progress.world.largest([moved])):
+    if first and not any(progress.world.largest([int(fingerprints(progress.parameters) != before)])):
         raise InputError(
             "the first update moved no trained weight, though advantages were not all 0: the gradient does"
             f" not reach them (its norm was {metrics['grad_norm']:g}); look at weights.targets and"
