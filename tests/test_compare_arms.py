@@ -119,6 +119,8 @@ def test_recipes_and_arms_of_the_command_line() -> None:
         ),
         ("evaluation.prompts: 12", "evaluation.prompts: 0", r"table\.yaml:4: arm 'one': .*at least 1"),
         ("[4, 7]", "[4, 4]", r"table\.yaml:3: seeds: 4 stands there more than once"),
+        ("train.learning_rate: 0.5", "seed: 3", r"table\.yaml:8: arm 'two': .*sets this itself"),
+        ("evaluation.prompts: 12", "train.iterations: 9", r"table\.yaml:4: arm 'one': .*leave it out"),
         ("nfe=1000", "nfe=50", r"table\.yaml:6: arm 'one': one iteration costs 72 velocity evaluations"),
         ("nfe=1000", "steps=50", r"table\.yaml:2: got 'steps=50'; expected such as nfe=4e5"),
         ("[1, 2]", "[1, 9]", r"table\.yaml:8: arm 'two': .*stride 9 is longer than the grid"),

@@ -56,9 +56,7 @@ class Algorithm:
             return (2,) * self.objective.draws
         if isinstance(self.objective, Neighbours):
             return tuple(self.objective.anchors for segment in plan.segments if segment.recorded)
-        trained = [i for i in plan.transitions if plan.segments[i].trained]
-        starts = {i: plan.width(i) // plan.segments[i].fan_out for i in trained}
-        return tuple(min(width, plan.segments[i].kept or width) for i, width in starts.items())
+        return plan.trained_sets
 
     def trained_states(self, plan: Plan) -> int:
         """States of one prompt whose velocity training needs again, at most."""

@@ -256,15 +256,17 @@ class Plan:
         )
 
     @property
+    def trained_sets(self) -> tuple[int, ...]:
+        """For each transition that is trained, the states whose velocity training needs again for one
+        prompt."""
+        trained = [segment for segment in self.transitions if self.segments[segment].trained]
+        starts = {segment: self.width(segment) // self.segments[segment].fan_out for segment in trained}
+        return tuple(min(width, self.segments[i].kept or width) for i, width in starts.items())
+
+    @property
     def trained_states(self) -> int:
-        """Distinct (state, sigma) pairs whose velocity training needs again for one prompt."""
-        trained: dict[int, int] = {}
-        for i in self.transitions:
-            start = self.nodes[self.segment_end[i]].parent
-            if self.segments[i].trained and start is not None:
-                width, kept = self.nodes[start].width, self.segments[i].kept
-                trained[start] = max(trained.get(start, 0), width if kept is None else min(width, kept))
-        return sum(trained.values())
+        """The states of all of them."""
+        return sum(self.trained_sets)
 
     @property
     def trajectory_evaluations(self) -> int | None:

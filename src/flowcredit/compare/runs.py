@@ -19,6 +19,10 @@ PLACES = ("output",)
 """Settings that say where a run lies: the same place may be written in several ways."""
 
 
+ITS_OWN = ("name", "output", "seed", "train.iterations", "evaluation.every")
+"""Settings that follow from the comparison itself."""
+
+
 @dataclass(frozen=True)
 class Run:
     """One seed of an arm: the run's folder, and its recipe with the length that the budget gives it."""
@@ -89,6 +93,7 @@ def plan_runs(comparison: Comparison, budget: Budget, out: Path, paces: dict[str
     """
     runs = []
     for arm in comparison.arms:
+        _refuse_its_own(arm)
         recipes = [arm.load([f"seed={seed}"]) for seed in comparison.seeds]
         try:
             counts = [iterations_within(recipe, budget, paces.get(arm.slug)) for recipe in recipes]
@@ -107,6 +112,17 @@ def plan_runs(comparison: Comparison, budget: Budget, out: Path, paces: dict[str
             )
             runs.append(Run(arm, seed, out / arm.slug / f"seed-{seed}", recipe))
     return runs
+
+
+def _refuse_its_own(arm: Arm) -> None:
+    for text in arm.overrides:
+        if text.partition("=")[0] in ITS_OWN:
+            raise arm.wrong(
+                InputError(
+                    f"override '{text}': a comparison sets this itself, from its seeds, budget, points and"
+                    " --out; leave it out"
+                )
+            )
 
 
 def refuse_others(out: Path, runs: Sequence[Run], budget: Budget) -> None:

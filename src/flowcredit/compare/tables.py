@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from flowcredit.compare.results import ArmResult, Estimate, Finished, Results, estimate, final, paired
+from flowcredit.compare.runs import ITS_OWN
 from flowcredit.config import Recipe
 from flowcredit.published import Published
 from flowcredit.recipe_io import recipe_diff
@@ -15,8 +16,6 @@ NONE = "–"
 """What stands where there is no value."""
 MOST_COLUMNS = 6
 """Arms that stand side by side in the table of settings."""
-BY_BUDGET = ("name", "output", "seed", "train.iterations", "evaluation.every")
-"""Settings that follow from the comparison itself."""
 
 
 @dataclass(frozen=True)
@@ -180,7 +179,7 @@ def settings_table(results: Results) -> Table:
 def differing(recipes: Sequence[Recipe]) -> Mapping[str, list[Any]]:
     """Values of each recipe by setting, for the settings that are not the same in all."""
     changes = [{change.setting: change for change in recipe_diff(recipes[0], each)} for each in recipes]
-    named = [setting for each in changes for setting in each if setting not in BY_BUDGET]
+    named = [setting for each in changes for setting in each if setting not in ITS_OWN]
     firsts = {setting: change.before for each in changes for setting, change in each.items()}
     return {
         setting: [each[setting].after if setting in each else firsts[setting] for each in changes]
