@@ -14,6 +14,8 @@ PACKAGE = ROOT / "src" / "flowcredit"
 
 FLOORS = (
     ("errors",),
+    ("processes",),
+    ("heartbeat",),
     ("distributed",),
     ("sharding",),
     ("text_file", "quiet", "yaml_lines", "sections", "shapes", "image_grid", "console", "published"),
@@ -39,7 +41,7 @@ FLOORS = (
     ("evaluate", "calibration", "diagnostics"),
     ("report", "calibrate", "check"),
     ("trainer", "serving", "compare"),
-    ("cli_inputs", "plan_command"),
+    ("cli_inputs", "plan_command", "launch"),
     ("tool_commands",),
     ("cli",),
     ("__main__",),
@@ -49,6 +51,8 @@ FLOORS = (
 FLOOR = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
 LIGHT = (
     "errors",
+    "processes",
+    "launch",
     "text_file",
     "yaml_lines",
     "sections",
@@ -171,6 +175,7 @@ LIGHT_COMMANDS = (
     ["settings"],
     ["serve-reward", "--help"],
     ["compare", "--help"],
+    ["launch", "--help"],
     ["train", "no_such_recipe.yaml"],
 )
 

@@ -2,7 +2,6 @@
 
 import errno
 import os
-import shlex
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -21,9 +20,10 @@ from flowcredit.cli_inputs import (
     refuse_existing_run,
     say_how_to_resume,
 )
-from flowcredit.errors import InputError
+from flowcredit import processes
+from flowcredit.errors import InputError, SharedError
 from flowcredit.published import PUBLISHED, published_table
-from flowcredit.tool_commands import check, compare, serve_reward
+from flowcredit.tool_commands import check, compare, launch, serve_reward
 
 BAD_INPUT = 2
 
@@ -43,11 +43,15 @@ RecipeOrRun = Annotated[
 
 
 def main() -> None:
-    """The program: bad input is one line on stderr and exit code 2."""
+    """The program: bad input is one line on stderr and exit code 2; of several processes one tells it."""
+    processes.register()
     try:
         app()
     except InputError as error:
-        print(f"flowcredit: {error}", file=sys.stderr)
+        if isinstance(error, SharedError) or processes.size() == 1:
+            print(f"flowcredit: {error}", file=sys.stderr)
+        else:
+            _tell_for_all(str(error))
         sys.exit(BAD_INPUT)
     except OSError as error:
         # Of the user's disk: a full one, a folder that may not be written, a file where a folder should be.
@@ -55,6 +59,14 @@ def main() -> None:
             raise
         print(f"flowcredit: {error.filename or 'writing'}: {error.strerror}", file=sys.stderr)
         sys.exit(BAD_INPUT)
+
+
+def _tell_for_all(line: str) -> None:
+    from flowcredit.heartbeat import speaks_before_joining
+
+    if speaks_before_joining(line):
+        who = processes.named(processes.number("RANK", 0), processes.size())
+        print(f"flowcredit: {who}: {line}", file=sys.stderr)
 
 
 def _show_version(wanted: bool) -> None:
@@ -136,7 +148,7 @@ def train(
     except InputError as error:
         if not (run_dir / "recipe.yaml").is_file():
             raise
-        raise InputError(f"{error}; then: flowcredit train --resume {shlex.quote(str(run_dir))}") from error
+        raise type(error)(f"{error}; then: {processes.resume_command(run_dir)}") from error
 
 
 @app.command()
@@ -320,6 +332,7 @@ def settings() -> None:
         typer.echo(f"{each.setting} = {default}\n    {each.description}")
 
 
+app.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})(launch)
 app.command()(check)
 app.command()(compare)
 app.command("serve-reward")(serve_reward)

@@ -1,12 +1,13 @@
 """What the commands make of their arguments, and how they refuse them."""
 
-import shlex
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from flowcredit.errors import InputError
+from flowcredit.processes import resume_command
 
 if TYPE_CHECKING:
     from flowcredit.config import Recipe
@@ -36,10 +37,11 @@ def only_overrides(first: str | None, others: list[str] | None) -> list[str]:
 
 def say_how_to_resume(run_dir: Path) -> None:
     if run_dir.is_dir():
-        advice = f"go on with: flowcredit train --resume {shlex.quote(str(run_dir))}"
+        advice = f"go on with: {resume_command(run_dir)}"
     else:
         advice = "the run had not begun"
-    typer.echo(f"\nInterrupted; no finished iteration is lost; {advice}", err=True)
+    if os.environ.get("RANK", "0") == "0":
+        typer.echo(f"\nInterrupted; no finished iteration is lost; {advice}", err=True)
     raise typer.Exit(INTERRUPTED)
 
 
@@ -66,7 +68,7 @@ def check_run(path: Path) -> "RunFolder":
 
 def refuse_existing_run(run_dir: Path) -> None:
     resume = (
-        f"go on with it by flowcredit train --resume {shlex.quote(str(run_dir))}, or "
+        f"go on with it by {resume_command(run_dir)}, or "
         if run_dir.is_dir()
         else ""
     )

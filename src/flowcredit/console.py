@@ -1,6 +1,7 @@
 """What a person sees while a run goes on: a bar with the time left on a terminal, plain lines elsewhere."""
 
 import time
+from collections.abc import Callable
 from types import TracebackType
 from typing import Self
 
@@ -30,8 +31,16 @@ class Monitor:
     ``stage`` names what goes on within an iteration and how many units it has; ``advance`` counts them.
     """
 
-    def __init__(self, console: Console, total: int, done: int, line_every: int) -> None:
+    def __init__(
+        self,
+        console: Console,
+        total: int,
+        done: int,
+        line_every: int,
+        told: Callable[[str, int], None] = lambda stage, iteration: None,
+    ) -> None:
         self.console, self.total, self.done, self.line_every = console, total, done, line_every
+        self.told = told
         self._began, self._first = time.monotonic(), done
         self._progress = Progress(
             SpinnerColumn(),
@@ -57,7 +66,8 @@ class Monitor:
         self._progress.stop()
 
     def stage(self, name: str, total: int) -> None:
-        """A new stage of the current iteration begins."""
+        """A new stage of the current iteration begins; ``told`` hears of it, and of the iteration."""
+        self.told(name, self.done + 1)
         if self._stage is not None:
             self._progress.remove_task(self._stage)
         self._stage = self._progress.add_task(f"  {name}", total=total, left="")

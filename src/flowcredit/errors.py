@@ -1,4 +1,4 @@
-"""The one exception that stands for a mistake in what the user gave, not in this code."""
+"""The exceptions that stand for a mistake in what the user gave, not in this code."""
 
 
 class InputError(ValueError):
@@ -7,3 +7,7 @@ class InputError(ValueError):
     The message is one line: what was found, where, what is expected and what to do. The command line
     prints it and exits with code 2; a stack trace is kept for faults of our own.
     """
+
+
+class SharedError(InputError):
+    """Bad input that one of several processes found, and tells for all: the others keep quiet."""

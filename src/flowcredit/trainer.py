@@ -26,6 +26,7 @@ from flowcredit.export import export_weights
 from flowcredit.image_pairs import PairError
 from flowcredit.introduction import introduce
 from flowcredit.model_card import write_model_card
+from flowcredit.processes import ending, finishing
 from flowcredit.prompts import iteration_prompts
 from flowcredit.resuming import read_back
 from flowcredit.run_folder import RunFolder
@@ -76,6 +77,7 @@ class _Interrupt:
     def agree(self) -> None:
         """Stop here, all processes together, if any was asked to."""
         if any(self.world.largest([int(self.asked)])):
+            ending()
             raise KeyboardInterrupt
 
 
@@ -170,11 +172,12 @@ def _start(setup: Setup, world: World) -> Progress:
 def _run(setup: Setup, folder: RunFolder, progress: Progress, console: Console) -> None:
     recipe, world = setup.recipe, progress.world
     total = recipe.train.iterations
+    world.note_run(folder.path)
     introduce(setup, folder.path, console)
     saved = began_at = progress.iteration
     silent = 0
     with (
-        Monitor(console, total, progress.iteration, recipe.logging.every) as monitor,
+        Monitor(console, total, progress.iteration, recipe.logging.every, world.note) as monitor,
         _holding_interrupts(world) as held,
     ):
         try:
@@ -196,6 +199,8 @@ def _run(setup: Setup, folder: RunFolder, progress: Progress, console: Console) 
             together = world.size == 1 or isinstance(stop, KeyboardInterrupt)
             if together and progress.iteration > saved:
                 _save(folder, progress, recipe)
+            if together:
+                world.wait()  # For the checkpoint: who starts the processes ends all after the first.
             raise
     _finish(setup, folder, progress, console)
     world.wait()
@@ -373,4 +378,5 @@ def _save(folder: RunFolder, progress: Progress, recipe: Recipe) -> None:
     if not progress.world.first:
         return
     state = {"totals": progress.totals, "recipe": recipe.model_dump(mode="json")}
-    save_checkpoint(folder.checkpoints, progress.iteration, groups, state, recipe.checkpoint.keep_last)
+    with finishing():
+        save_checkpoint(folder.checkpoints, progress.iteration, groups, state, recipe.checkpoint.keep_last)
