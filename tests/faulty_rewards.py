@@ -13,10 +13,10 @@ calls = 0
 
 
 def killing(images: Tensor, prompts: Sequence[str]) -> Tensor:
-    """Its process dies at the fourth call, in the second iteration."""
+    """Its process dies at the third call, in the second iteration: the first is of the evaluation."""
     global calls
     calls += 1
-    if os.environ.get("RANK") == "1" and calls == 4:
+    if os.environ.get("RANK") == "1" and calls == 3:
         os.kill(os.getpid(), signal.SIGKILL)
     return redness(images, prompts)
 
