@@ -53,6 +53,18 @@ class _Rows:
         return _Rows(self.rows.part(first, last), max(0, min(self.real, last) - first))
 
 
+@dataclass
+class _Asked:
+    """The model, and how often its network was called: equally often in every process."""
+
+    model: FlowModel
+    calls: int = 0
+
+    def velocity(self, x: Tensor, sigma: Tensor, cond: Conditioning) -> Tensor:
+        self.calls += 1
+        return self.model.velocity(x, sigma, cond)
+
+
 def update_policy(
     model: FlowModel,
     cond: Conditioning,
@@ -73,9 +85,9 @@ def update_policy(
     many prompts of ``cond`` are this process's; the others only fill up. Raises InputError where the gradient
     is not finite, and, in float32, where the ratio strays from 1 before the first step.
     """
-    size = settings.micro_batch_size
+    size, asked = settings.micro_batch_size, _Asked(model)
     chosen, totals = _chosen(sets, world, own)
-    chosen = [_with_reference(model, cond, each, size, reference) for each in chosen]
+    chosen = [_with_reference(asked, cond, each, size, reference) for each in chosen]
     every = range(len(sets))
     scale = loss_scale(_parameters(optimizer), world)
     seen: list[tuple[int, Metrics]] = []
@@ -87,7 +99,7 @@ def update_policy(
             continue
         total = sum(totals[n] for n in together)
         for chunk in _chunks([chosen[n] for n in together], size):
-            loss, metrics = _chunk_loss(model, cond, chunk, total)
+            loss, metrics = _chunk_loss(asked, cond, chunk, total)
             (loss * scale).backward()
             losses += loss.item() * total
             seen += metrics
@@ -98,7 +110,7 @@ def update_policy(
                 _check_ratio(on_policy, settings)
         norms.append(_step(optimizer, settings, world))
         after_step()
-    return _metrics(world, seen, losses, spent, norms, on_policy)
+    return _metrics(world, seen, losses, spent, norms, on_policy, asked.calls)
 
 
 def _chosen(sets: Sequence[TrainingSet], world: World, own: int | None) -> tuple[list[_Rows], list[int]]:
@@ -138,7 +150,7 @@ def _step(optimizer: torch.optim.Optimizer, settings: TrainSettings, world: Worl
 
 @torch.no_grad()
 def _with_reference(
-    model: FlowModel, cond: Conditioning, chosen: _Rows, size: int, reference: Reference | None
+    model: _Asked, cond: Conditioning, chosen: _Rows, size: int, reference: Reference | None
 ) -> _Rows:
     if not chosen.rows.needs_reference or not len(chosen.rows.x):
         return chosen
@@ -148,7 +160,7 @@ def _with_reference(
     return _Rows(chosen.rows.with_reference(torch.cat(parts)), chosen.real)
 
 
-def _velocities(model: FlowModel, cond: Conditioning, chunk: Sequence[TrainingSet]) -> list[Tensor]:
+def _velocities(model: _Asked, cond: Conditioning, chunk: Sequence[TrainingSet]) -> list[Tensor]:
     """Velocities of every set of the chunk in one evaluation, each [N, S, *D]."""
     x = torch.cat([rows.x.flatten(0, 1) for rows in chunk])
     sigma = torch.cat([rows.sigma.repeat_interleave(rows.x.shape[1]) for rows in chunk])
@@ -177,7 +189,7 @@ def _chunks(sets: Sequence[_Rows], size: int) -> Iterator[list[_Rows]]:
 
 
 def _chunk_loss(
-    model: FlowModel, cond: Conditioning, chunk: Sequence[_Rows], total: int
+    model: _Asked, cond: Conditioning, chunk: Sequence[_Rows], total: int
 ) -> tuple[Tensor, list[tuple[int, Metrics]]]:
     """The chunk's share of a mean over ``total`` entries; entries and metrics of its pieces."""
     velocities = _velocities(model, cond, [each.rows for each in chunk])
@@ -217,6 +229,7 @@ def _metrics(
     spent: int,
     norms: Sequence[float],
     on_policy: float | None,
+    calls: int,
 ) -> UpdateMetrics:
     """Over all processes: means weighted by entries, and maxima. Nothing where there was no optimizer
     step."""
@@ -231,7 +244,8 @@ def _metrics(
                 maxima[name] = max(maxima.get(name, value), value)
             else:
                 sums[name] = sums.get(name, 0.0) + entries * value
-    told = world.told([losses, weight, sums, maxima])
+    told = world.told([losses, weight, sums, maxima, calls])
+    assert all(each[4] == calls for each in told), "processes do not call the network equally often"
     whole = sum(each[1] for each in told)
     found = {
         "loss": sum(each[0] for each in told) / spent,
