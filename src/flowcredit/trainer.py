@@ -234,7 +234,9 @@ def _iterate(setup: Setup, progress: Progress, monitor: Monitor, check: Callable
     progress.iteration += 1
     _count(progress, found, time.monotonic() - began)
     record: Record = {"iteration": progress.iteration, "learning_rate": rate, "prompts": len(prompts)}
-    record |= iteration_record(tuple(setup.rewards), found.scores, found.counts, found.advantages, metrics)
+    record |= iteration_record(
+        tuple(setup.rewards), found.scores, found.counts, found.advantages, metrics, found.spread
+    )
     return record | progress.totals
 
 
