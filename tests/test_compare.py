@@ -278,7 +278,7 @@ def test_a_killed_run_is_told_then_resumed_to_the_same_results(
     shutil.rmtree(out / "g-rpo" / "seed-1")
     (out / "g-rpo" / "seed-1.steps-2.json").unlink()
     (out / "results.json").unlink()
-    save = trainer._save
+    save = trainer.save
 
     def killed(folder: Any, progress: Any, recipe: Any) -> None:
         if folder.path.parent.name == "g-rpo" and recipe.seed == 1 and progress.iteration == 3:

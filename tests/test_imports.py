@@ -15,7 +15,7 @@ PACKAGE = ROOT / "src" / "flowcredit"
 FLOORS = (
     ("errors",),
     ("distributed", "background"),
-    ("sharding",),
+    ("sharding", "interrupts"),
     ("text_file", "quiet", "yaml_lines", "sections", "shapes", "image_grid", "console", "published"),
     ("visiting",),
     ("methods", "running"),
@@ -34,7 +34,7 @@ FLOORS = (
     ("neighbours", "preference"),
     ("weights", "checkpoint", "update", "run_folder", "export", "comparison"),
     ("assembly", "training_log", "resuming"),
-    ("sampling",),
+    ("sampling", "progress"),
     ("measurement", "experience", "introduction", "model_card"),
     ("evaluation_files",),
     ("evaluate", "calibration", "diagnostics"),
