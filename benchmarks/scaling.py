@@ -32,12 +32,12 @@ from flowcredit.config import Recipe
 from flowcredit.console import Monitor
 from flowcredit.distributed import World, joined
 from flowcredit.experience import Experience, collect
+from flowcredit.progress import start
 from flowcredit.prompts import iteration_prompts
 from flowcredit.quiet import quiet_libraries
 from flowcredit.recipe_io import load_recipe
 from flowcredit.sharding import own_part
 from flowcredit.update import update_policy
-from flowcredit.weights import trainable_parameters
 
 ROOT = Path(__file__).parent.parent
 RECIPE = ROOT / "recipes" / "shapes_g2rpo.yaml"
@@ -98,8 +98,8 @@ class Trial:
     def __init__(self, recipe: Recipe, world: World) -> None:
         self.recipe, self.world = recipe, world
         self.setup: Setup = assemble(recipe, world)
-        self.parameters = trainable_parameters(self.setup.model.network)
-        self.optimizer = torch.optim.AdamW(self.parameters.values(), lr=recipe.train.learning_rate)
+        progress = start(self.setup, world)
+        self.parameters, self.optimizer = progress.parameters, progress.optimizer
         self.gradients = 0
         self.optimizer.register_step_pre_hook(self._look)
         self.steps = 0
@@ -165,7 +165,7 @@ def work(overrides: list[str], iterations: int, out: Path) -> None:
             out.write_text(json.dumps(told), encoding="utf-8")
 
 
-def start(processes: int, layout: str, prompts: int, iterations: int) -> list[dict[str, Any]]:
+def run(processes: int, layout: str, prompts: int, iterations: int) -> list[dict[str, Any]]:
     """What each of so many processes found."""
     overrides = [*SMALL, f"parallel.sharding={layout}", f"train.prompts_per_iteration={prompts}"]
     with tempfile.TemporaryDirectory() as folder:
@@ -185,8 +185,8 @@ def least(found: Mapping[str, Any], processes: int) -> float:
 
 
 def report(processes: int, prompts: int, iterations: int) -> None:
-    alone = start(1, "replicated", prompts, iterations)[0]
-    several = {layout: start(processes, layout, prompts, iterations) for layout in LAYOUTS}
+    alone = run(1, "replicated", prompts, iterations)[0]
+    several = {layout: run(processes, layout, prompts, iterations) for layout in LAYOUTS}
     for layout, found in several.items():
         seconds = max(each["seconds"] for each in found)
         assert found[0]["evaluations"] == alone["evaluations"], "not the same work"
