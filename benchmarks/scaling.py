@@ -141,7 +141,7 @@ class Trial:
         scores = _bytes(found.scores.values()) / self.world.size
         moments = [v for s in self.optimizer.state.values() for v in s.values() if v.ndim > 0]
         return {
-            "seconds": min(seconds),
+            "seconds": min(seconds, default=None),
             "evaluations": found.velocity_evaluations,
             "sent": sent.bytes_by_name,
             "steps": self.steps,
@@ -165,15 +165,17 @@ def work(overrides: list[str], iterations: int, out: Path) -> None:
             out.write_text(json.dumps(told), encoding="utf-8")
 
 
-def run(processes: int, layout: str, prompts: int, iterations: int) -> list[dict[str, Any]]:
+def run(processes: int, overrides: list[str], iterations: int) -> list[dict[str, Any]]:
     """What each of so many processes found."""
-    overrides = [*SMALL, f"parallel.sharding={layout}", f"train.prompts_per_iteration={prompts}"]
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "found.json"
         options = ["--work", str(out), "--iterations", str(iterations), "--overrides", *overrides]
         torchrun = ["torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"]
         command = [sys.executable, "-m", *torchrun, str(Path(__file__)), *options]
-        subprocess.run(command, env={**os.environ, "OMP_NUM_THREADS": "1"}, check=True)
+        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+        if done.returncode != 0:
+            raise SystemExit(done.stderr)
         content: list[dict[str, Any]] = json.loads(out.read_text(encoding="utf-8"))
         return content
 
@@ -185,8 +187,11 @@ def least(found: Mapping[str, Any], processes: int) -> float:
 
 
 def report(processes: int, prompts: int, iterations: int) -> None:
-    alone = run(1, "replicated", prompts, iterations)[0]
-    several = {layout: run(processes, layout, prompts, iterations) for layout in LAYOUTS}
+    same = [*SMALL, f"train.prompts_per_iteration={prompts}"]
+    alone = run(1, same, iterations)[0]
+    several = {
+        layout: run(processes, [*same, f"parallel.sharding={layout}"], iterations) for layout in LAYOUTS
+    }
     for layout, found in several.items():
         seconds = max(each["seconds"] for each in found)
         assert found[0]["evaluations"] == alone["evaluations"], "not the same work"
@@ -205,7 +210,9 @@ def report(processes: int, prompts: int, iterations: int) -> None:
     for name in alone["memory"]:
         whole = max(each["memory"][name] for each in several["replicated"])
         part = max(each["memory"][name] for each in several["sharded"])
-        print(f"memory of a process, {name}, sharded / replicated: {part / whole:.3f}   ({part:,} and {whole:,} bytes)")
+        print(
+            f"memory of a process, {name}, sharded / replicated: {part / whole:.3f}   ({part:,} and {whole:,} bytes)"
+        )
 
 
 def main() -> None:

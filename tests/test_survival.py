@@ -74,7 +74,11 @@ def launched(folder: Path, *overrides: str) -> subprocess.Popen[str]:
 def test_ctrl_c_finishes_the_iteration_and_saves(folder: Path) -> None:
     run = folder / "runs" / "interrupted"
     process = launched(
-        folder, "name=interrupted", "rewards=['faulty_rewards:slow']", "train.iterations=500", "checkpoint.every=400"
+        folder,
+        "name=interrupted",
+        "rewards=['faulty_rewards:slow']",
+        "train.iterations=500",
+        "checkpoint.every=400",
     )
     while not (run / "log.jsonl").exists():
         assert process.poll() is None, process.communicate()
@@ -98,7 +102,9 @@ def test_a_process_that_is_killed_is_named_and_the_run_goes_on_from_its_checkpoi
     code, lines = ended(launched(folder, "name=killed", "rewards=['faulty_rewards:killing']"))
     assert code == 1
     (line,) = lines
-    assert line.startswith("flowcredit: process 1 of 2 was ended by SIGKILL (last seen scoring in iteration 2")
+    assert line.startswith(
+        "flowcredit: process 1 of 2 was ended by SIGKILL (last seen scoring in iteration 2"
+    )
     command = f"flowcredit launch --nproc 2 train --resume {run}"
     assert line.endswith(f"go on from the last checkpoint with: {command}")
     assert load_checkpoint(run / "checkpoints" / "000001").iteration == 1
@@ -125,9 +131,7 @@ def test_a_process_that_hangs_is_named_by_the_others(folder: Path) -> None:
     assert (code, other, silent) == (1, 1, [])
     (line,) = lines
     place = "scoring in iteration 2, at meeting_worker.py:28 (misbehave)"
-    assert (
-        f"process 1 of 2 has not come to the others within 4 s (parallel.timeout_s): it is {place}" in line
-    )
+    assert f"process 1 of 2 has not come to the others within 4 s (parallel.timeout_s): it is {place}" in line
 
 
 def test_under_torchrun_the_error_of_one_process_is_told_once(folder: Path) -> None:

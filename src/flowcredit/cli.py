@@ -11,7 +11,14 @@ from rich.console import Console
 
 from flowcredit.cli_inputs import (
     INTERRUPTED,
+    Gpus,
+    GpusPerMachine,
+    LinkGbs,
+    NetworkGbs,
     Overrides,
+    PeakTflops,
+    Utilisation,
+    assumptions,
     check_run,
     chosen_prompts,
     only_overrides,
@@ -235,20 +242,36 @@ def plan(
     source: RecipeOrRun,
     overrides: Overrides = None,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object instead of tables.")] = False,
+    gpus: Gpus = None,
+    peak_tflops: PeakTflops = None,
+    utilisation: Utilisation = None,
+    link_gbs: LinkGbs = None,
+    network_gbs: NetworkGbs = None,
+    gpus_per_machine: GpusPerMachine = None,
 ) -> None:
     """Show a recipe's rollout tree, what an iteration costs, what is trained, how much memory it will take.
 
     Nothing is loaded or run: parameters and memory come from the model's configs and the headers of its
-    files, or from its published config where it is not there yet.
+    files, or from its published config where it is not there yet. --gpus adds what several GPUs would give,
+    derived from counts and from assumed speeds.
 
     [cyan]flowcredit plan recipes/shapes_g2rpo.yaml[/cyan]
 
     [cyan]flowcredit plan recipes/shapes_g2rpo.yaml 'algorithm.strides=[1]' algorithm.group_size=8[/cyan]
+
+    [cyan]flowcredit plan recipes/flux1_dev_g2rpo_hps.yaml --gpus 64 parallel.sharding=sharded[/cyan]
     """
     settings, _ = open_source(source, overrides)
     from flowcredit.plan_command import plan_command
 
-    typer.echo(plan_command(settings, as_json))
+    given = {
+        "peak_tflops": peak_tflops,
+        "utilisation": utilisation,
+        "link_gbs": link_gbs,
+        "network_gbs": network_gbs,
+        "gpus_per_machine": gpus_per_machine,
+    }
+    typer.echo(plan_command(settings, as_json, gpus, assumptions(gpus, given)))
 
 
 @app.command()

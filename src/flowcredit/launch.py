@@ -170,7 +170,9 @@ def _exit_code(agent: _Agent, folder: Path, asked: Sequence[int]) -> int:
     if INTERRUPTED in codes:
         return INTERRUPTED
     # The agent itself ends the others by SIGTERM.
-    order = {r: (each.exitcode >= 0, each.exitcode == -signal.SIGTERM, r) for r, each in agent.failures.items()}
+    order = {
+        r: (each.exitcode >= 0, each.exitcode == -signal.SIGTERM, r) for r, each in agent.failures.items()
+    }
     rank = min(order, key=order.__getitem__)
     return _tell(rank, agent.failures[rank].exitcode, folder, agent.place)
 

@@ -4,7 +4,7 @@ import json
 from dataclasses import asdict
 from typing import Any
 
-from flowcredit import algorithms
+from flowcredit import algorithms, scaling
 from flowcredit.config import Recipe
 from flowcredit.memory.estimate import Estimate, Part, estimate
 from flowcredit.plan_picture import describe
@@ -14,13 +14,24 @@ LOOKED_AT = 1000
 """Iterations whose trees are compared."""
 
 
-def plan_command(recipe: Recipe, as_json: bool) -> str:
-    """The text, or one JSON object. Raises InputError for model files that cannot be read."""
+def plan_command(
+    recipe: Recipe, as_json: bool, gpus: int | None = None, assumed: scaling.Assumptions | None = None
+) -> str:
+    """The text, or one JSON object; with ``gpus`` also what so many would give, and memory on each of them.
+
+    Raises InputError for model files that cannot be read.
+    """
     method = algorithms.build(recipe.algorithm, recipe.seed)
     tree = method.plan
-    found = estimate(recipe)
+    found = estimate(recipe, gpus or 1)
+    assumed = assumed or scaling.Assumptions()
+    counted = None if gpus is None else scaling.counts(recipe, found)
     if as_json:
-        return json.dumps(_as_object(recipe, method, found), ensure_ascii=False, indent=2)
+        content = _as_object(recipe, method, found)
+        if counted is not None and gpus is not None:
+            rows = scaling.table(counted, gpus, assumed)
+            content["derived"] = {"assumed": asdict(assumed), "gpus": [asdict(row) for row in rows]}
+        return json.dumps(content, ensure_ascii=False, indent=2)
     lines = [describe(tree)]
     if tree.trajectory_evaluations is not None:
         lines.append(f"velocity evaluations for one trajectory: {tree.trajectory_evaluations}")
@@ -30,7 +41,16 @@ def plan_command(recipe: Recipe, as_json: bool) -> str:
         )
     lines += _changes(recipe, method)
     lines += ["", *_cost_table(recipe, method), ""]
-    return "\n".join([*lines, *_memory_lines(recipe, found)])
+    lines += _memory_lines(recipe, found, gpus)
+    if gpus is not None:
+        lines += ["", *_scaling_lines(counted, gpus, assumed)]
+    return "\n".join(lines)
+
+
+def _scaling_lines(counted: scaling.Counts | None, gpus: int, assumed: scaling.Assumptions) -> list[str]:
+    if counted is None:
+        return [f"what {gpus} GPUs would give is not known: this network is not known here"]
+    return scaling.lines(counted, gpus, assumed)
 
 
 def _changes(recipe: Recipe, method: algorithms.Algorithm) -> list[str]:
@@ -69,7 +89,7 @@ def _cost_table(recipe: Recipe, method: algorithms.Algorithm) -> list[str]:
     return [head, *rows]
 
 
-def _memory_lines(recipe: Recipe, found: Estimate | None) -> list[str]:
+def _memory_lines(recipe: Recipe, found: Estimate | None, gpus: int | None) -> list[str]:
     if found is None:
         return [f"parameters and memory need the model's folder: {recipe.model.path} holds no known pipeline"]
     lines = []
@@ -85,7 +105,8 @@ def _memory_lines(recipe: Recipe, found: Estimate | None) -> list[str]:
         f"  {name:<22} {'not known' if count is None else f'{count:,}':>16}"
         for name, count in found.parameters.items()
     ]
-    lines += ["", f"{'memory':<38} {'GiB':>9}"]
+    where = "" if gpus is None else f"   on each of {gpus} GPUs, {recipe.parallel.sharding}"
+    lines += ["", f"{'memory':<38} {'GiB':>9}{where}"]
     lines += [_row(part) for part in found.parts]
     lines += ["", f"{'phase':<38} {'GiB':>9}   (parts that stay, and its own)"]
     lines += [f"{name:<38} {_gib(size)}" for name, size in found.phases.items()]

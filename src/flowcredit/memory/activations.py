@@ -16,7 +16,8 @@ from flowcredit.memory.tape import FLOAT, Meter, Tape
 
 @dataclass(frozen=True)
 class Passes:
-    """How the network is run: widths of its weights and of autocast's type, what is trained, whose rules."""
+    """How the network is run: widths of its weights and of autocast's type, what is trained, whose rules;
+    over how many devices gradients are spread."""
 
     network: Network
     component: Component
@@ -28,6 +29,7 @@ class Passes:
     rank: int
     adapted: Callable[[str], bool]
     checkpoints: bool
+    parts: int = 1
 
     def _tape(self, recording: bool) -> Tape:
         return Tape(
@@ -40,6 +42,7 @@ class Passes:
             adapted=self.adapted,
             recording=recording,
             checkpoints=self.checkpoints,
+            parts=self.parts,
         )
 
     def _run(self, tape: Tape, rows: int) -> None:
@@ -71,6 +74,23 @@ class Passes:
             self._run(tape, rows)
         return tape.meter.peak, tape.meter.held_at_peak
 
+    def flops(self, rows: int) -> int:
+        """Of an evaluation without gradient; adapters included."""
+        tape = self._tape(recording=False)
+        self._run(tape, rows)
+        return tape.flops
+
+    def largest_block(self) -> int:
+        """Weights of the largest of the repeated blocks, or of all that is outside of them."""
+        tape = self._tape(recording=False)
+        self._run(tape, 1)
+        blocks: dict[str, int] = {}
+        for name, shape in tape.parameters.items():
+            head, number, _ = name.split(".", 2) if name.count(".") > 1 else (name, "", "")
+            block = f"{head}.{number}" if number.isdigit() else ""
+            blocks[block] = blocks.get(block, 0) + prod(shape)
+        return max(blocks.values())
+
     def linear_layers(self) -> dict[str, tuple[int, int]]:
         """Names of the linear layers, with features in and out."""
         tape = self._tape(recording=False)
@@ -86,6 +106,15 @@ def decoding(vae: Component, inputs: Inputs, images: int, width: int, gpu: bool)
     latents = tape.new((images, *inputs.latent), width)
     decoder(tape, vae.config, latents)
     return tape.meter.peak
+
+
+def decoding_flops(vae: Component, inputs: Inputs) -> int | None:
+    """Of decoding one image; None for a VAE that is not known here."""
+    if vae.kind != "AutoencoderKL":
+        return None
+    tape = Tape(Meter(), FLOAT)
+    decoder(tape, vae.config, tape.new((1, *inputs.latent), FLOAT))
+    return tape.flops
 
 
 def image_bytes(images: int, height: int, width: int) -> int:

@@ -7,13 +7,13 @@ the workspaces of convolutions and matrix products. Not counted are the passes o
 from collections.abc import Collection
 from dataclasses import dataclass, field
 from functools import partial
-from math import prod
+from math import ceil, prod
 from pathlib import Path
 
 from flowcredit import algorithms
 from flowcredit.config import Recipe, WatchedReward
 from flowcredit.errors import InputError
-from flowcredit.memory.activations import Passes, decoding, image_bytes
+from flowcredit.memory.activations import Passes, decoding, decoding_flops, image_bytes
 from flowcredit.memory.families import FAMILIES, inputs_of, network_of, rows_per_evaluation
 from flowcredit.memory.folders import (
     Pipeline,
@@ -42,6 +42,17 @@ class Part:
 
 
 @dataclass(frozen=True)
+class Work:
+    """What the network and the VAE have to do: FLOPs of one velocity evaluation, guidance included, and of
+    one decoded image; ``weights`` of the network, and the bytes of each as they are gathered."""
+
+    evaluation: int
+    decode: int | None
+    weights: int
+    gathered_width: int
+
+
+@dataclass(frozen=True)
 class Estimate:
     """``trained`` and ``parameters`` count numbers, ``parts`` and ``phases`` bytes.
 
@@ -56,6 +67,7 @@ class Estimate:
     rows: int
     parts: tuple[Part, ...]
     phases: dict[str, int] = field(default_factory=dict)
+    work: Work | None = None
 
     @property
     def peak(self) -> int | None:
@@ -74,16 +86,16 @@ def find_pipeline(recipe: Recipe) -> Pipeline | None:
     return found if found is not None and found.kind in FAMILIES else None
 
 
-def estimate(recipe: Recipe) -> Estimate | None:
+def estimate(recipe: Recipe, gpus: int = 1) -> Estimate | None:
     """Parameters and memory of a recipe; None where neither folder nor a published config tells.
 
-    Of the first iteration's tree. Raises InputError for files that cannot be read.
+    Of the first iteration's tree, on the busiest of ``gpus`` devices. Raises InputError for files that cannot be read.
     """
     pipeline = find_pipeline(recipe)
     if pipeline is None:
         return None
     try:
-        return _Reckoning(recipe, algorithms.build(recipe.algorithm, recipe.seed), pipeline).estimate()
+        return _Reckoning(recipe, algorithms.build(recipe.algorithm, recipe.seed), pipeline, gpus).estimate()
     except (KeyError, TypeError) as error:
         raise InputError(
             f"model {recipe.model.path}: a config.json lacks {error} of its class; expected the configs that"
@@ -92,10 +104,13 @@ def estimate(recipe: Recipe) -> Estimate | None:
 
 
 class _Reckoning:
-    """One recipe on one pipeline."""
+    """One recipe on one pipeline, on each of some devices."""
 
-    def __init__(self, recipe: Recipe, algorithm: algorithms.Algorithm, pipeline: Pipeline) -> None:
+    def __init__(
+        self, recipe: Recipe, algorithm: algorithms.Algorithm, pipeline: Pipeline, gpus: int
+    ) -> None:
         self.recipe, self.plan, self.pipeline = recipe, algorithm.plan, pipeline
+        self.parts = gpus if recipe.parallel.sharding == "sharded" else 1
         self.set_states = algorithm.set_states(algorithm.plan)
         self.family = FAMILIES[pipeline.kind]
         self.component = pipeline.parts[self.family.part]
@@ -105,22 +120,25 @@ class _Reckoning:
         self.stored = FLOAT if self.full else self.width
         self.rows = rows_per_evaluation(pipeline, recipe.model)
         self.inputs = inputs_of(pipeline, recipe.model)
-        self.prompts = recipe.train.prompts_per_iteration
+        self.prompts = ceil(recipe.train.prompts_per_iteration / gpus)
         targets = self.family.targets if recipe.weights.targets is None else recipe.weights.targets
         network = network_of(pipeline)
         self.passes = None
         if network is not None:
+            compute = 2 if recipe.train.mixed_precision == "bf16" else None
             self.passes = Passes(
                 network,
                 self.component,
                 self.inputs,
-                self.stored,
-                2 if recipe.train.mixed_precision == "bf16" else None,
+                # Weights that are spread are gathered in the type that they are computed with.
+                self.stored if self.parts == 1 or compute is None else compute,
+                compute,
                 self.gpu,
                 self.full,
                 0 if self.full else recipe.weights.rank,
                 partial(_ends_in, targets),
                 recipe.train.gradient_checkpointing,
+                self.parts,
             )
         self.targets = targets
 
@@ -172,7 +190,23 @@ class _Reckoning:
             self.rows,
             (*standing, *passing.values()),
             phases,
+            self._work(),
         )
+
+    def _work(self) -> Work | None:
+        if self.passes is None or self._parameters is None:
+            return None
+        compute = self.passes.compute
+        return Work(
+            self.passes.flops(self.rows),
+            decoding_flops(self.pipeline.parts["vae"], self.inputs),
+            self._parameters,
+            self.stored if compute is None else compute,
+        )
+
+    def _own(self, count: int | None, width: int) -> int | None:
+        """Bytes that a device has of numbers that are spread over all, where parallel.sharding says so."""
+        return None if count is None else -(-count // self.parts) * width
 
     def _waits(self, name: str) -> bool:
         """Whether a part is elsewhere while the network works."""
@@ -185,9 +219,15 @@ class _Reckoning:
         """What is there from the beginning of a run, or from its first update, to its end."""
         recipe, trained = self.recipe, self.trained
         network = self.component.count
-        parts = [Part(f"{self.family.part} weights", None if network is None else network * self.stored)]
+        parts = [Part(f"{self.family.part} weights", self._own(network, self.stored))]
         if not self.full:
-            parts.append(Part("adapter weights", _times(trained, FLOAT)))
+            parts.append(Part("adapter weights", self._own(trained, FLOAT)))
+        if self.parts > 1 and self.passes is not None:
+            width = self.stored if self.passes.compute is None else self.passes.compute
+            # One that is computed with, and the next, which is on its way.
+            parts.append(
+                Part("gathered blocks", 2 * width * self.passes.largest_block(), "two of the largest")
+            )
         texts = [each for name, each in self.pipeline.parts.items() if name.startswith("text_encoder")]
         counts = [each.count for each in texts]
         known = [count for count in counts if count is not None]
@@ -195,11 +235,11 @@ class _Reckoning:
         parts.append(Part("text encoders", size))
         parts.append(Part("VAE", _times(self.pipeline.parts["vae"].count, self.width)))
         parts += [_reward_part(reward) for reward in (*recipe.rewards, *recipe.watch)]
-        parts.append(Part("Adam's moments", _times(trained, 2 * FLOAT)))
+        parts.append(Part("Adam's moments", self._own(trained, 2 * FLOAT)))
         if recipe.train.ema_decay > 0:
-            parts.append(Part("moving average", _times(trained, FLOAT)))
+            parts.append(Part("moving average", self._own(trained, FLOAT)))
         if recipe.train.kl_weight > 0 and self.full:
-            parts.append(Part("reference copy", _times(trained, FLOAT)))
+            parts.append(Part("reference copy", self._own(trained, FLOAT)))
         return parts
 
     def _passing(self) -> dict[str, Part]:
@@ -214,7 +254,7 @@ class _Reckoning:
             None if decoded is None else decoded + copies * image_bytes(images, model.height, model.width)
         )
         found = {
-            "gradients": Part("gradients", _times(self.trained, FLOAT)),
+            "gradients": Part("gradients", self._own(self.trained, FLOAT)),
             "latents": Part("latents and texts", self._latents()),
             "decode": Part(f"decoding {at_once} at once", decode),
         }
@@ -245,7 +285,7 @@ class _Reckoning:
         }
         if passing["decode"].size is not None:
             phases["scoring"] = size["latents"] + size["decode"]
-        copy = _times(self.trained, FLOAT) or 0
+        copy = self._own(self.trained, FLOAT) or 0
         if self.recipe.train.kl_weight > 0 and self.full:
             phases["reference"] = size["latents"] + copy + self.passes.sampling(rows * self.rows)
         evaluated = min(self.recipe.evaluation.batch_size, self.recipe.evaluation.prompts)
@@ -310,7 +350,7 @@ class _Reckoning:
     def _optimizer_step(self) -> int:
         """Roots of second moments: on a GPU of all weights at once, on a CPU of one after the other."""
         if self.gpu:
-            return _times(self.trained, FLOAT) or 0
+            return self._own(self.trained, FLOAT) or 0
         return 0
 
 
