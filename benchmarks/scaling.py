@@ -27,11 +27,13 @@ from rich.console import Console
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from flowcredit import scaling
 from flowcredit.assembly import Setup, assemble
 from flowcredit.config import Recipe
 from flowcredit.console import Monitor
 from flowcredit.distributed import World, joined
 from flowcredit.experience import Experience, collect
+from flowcredit.memory.estimate import estimate
 from flowcredit.progress import start
 from flowcredit.prompts import iteration_prompts
 from flowcredit.quiet import quiet_libraries
@@ -186,6 +188,14 @@ def least(found: Mapping[str, Any], processes: int) -> float:
     return 2 * (processes - 1) / processes * summed + (processes - 1) * found["scores"]
 
 
+def derived(processes: int, overrides: list[str]) -> float:
+    """The bytes that `flowcredit plan --gpus` derives."""
+    recipe = load_recipe(RECIPE, overrides)
+    counted = scaling.counts(recipe, estimate(recipe, processes))
+    assert counted is not None
+    return sum(scaling.sent(counted, processes))
+
+
 def report(processes: int, prompts: int, iterations: int) -> None:
     same = [*SMALL, f"train.prompts_per_iteration={prompts}"]
     alone = run(1, same, iterations)[0]
@@ -207,11 +217,14 @@ def report(processes: int, prompts: int, iterations: int) -> None:
             f"   ({sent:,.0f} and {fewest:,.0f}; {found[0]['steps']} optimizer steps of"
             f" {found[0]['trained']:,} trained weights)"
         )
+        planned = derived(processes, [*same, f"parallel.sharding={layout}"])
+        print(f"bytes sent, {layout} / as flowcredit plan --gpus derives: {sent / planned:.4f}")
     for name in alone["memory"]:
         whole = max(each["memory"][name] for each in several["replicated"])
         part = max(each["memory"][name] for each in several["sharded"])
         print(
-            f"memory of a process, {name}, sharded / replicated: {part / whole:.3f}   ({part:,} and {whole:,} bytes)"
+            f"memory of a process, {name}, sharded / replicated: {part / whole:.3f}"
+            f"   ({part:,} and {whole:,} bytes)"
         )
 
 

@@ -1,4 +1,4 @@
-"""One of several processes raises, hangs or dies, or Ctrl-C comes: what is said, by whom, and what is left."""
+"""One of several processes raises, hangs or dies, or Ctrl-C comes: what is said, by whom, what is left."""
 
 import json
 import os
@@ -11,9 +11,9 @@ import time
 from pathlib import Path
 
 import pytest
-import torch.distributed as dist
 import yaml
 from rich.console import Console
+from torch.distributed import HashStore, TCPStore  # type: ignore[attr-defined]
 
 from flowcredit import heartbeat, launch, processes, trainer
 from flowcredit.checkpoint import load_checkpoint
@@ -148,7 +148,7 @@ class Pair:
     """The boards of two processes on one store, without threads."""
 
     def __init__(self) -> None:
-        store = dist.HashStore()
+        store = HashStore()
         self.one, self.two = (Heartbeat(Board(store, {}), rank, 2, 5.0) for rank in (0, 1))
 
 
@@ -204,7 +204,7 @@ def test_a_broken_connection_names_who_gives_no_sign(
 
 
 def test_the_loss_of_the_first_machine_is_told(capsys: pytest.CaptureFixture[str]) -> None:
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     environment = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port)}
     left = Heartbeat(heartbeat.connect(5.0, environment), 1, 2, 5.0)
     del store
@@ -215,7 +215,7 @@ def test_the_loss_of_the_first_machine_is_told(capsys: pytest.CaptureFixture[str
 
 
 def test_before_they_join_one_process_tells_a_bad_recipe() -> None:
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     environment = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port)}
     agent = {**environment, "TORCHELASTIC_USE_AGENT_STORE": "True"}
     told = [heartbeat.speaks_before_joining("no such file", {**agent, "RANK": rank}) for rank in "102"]

@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from flowcredit import processes
 from flowcredit.cli_inputs import (
     INTERRUPTED,
     Gpus,
@@ -27,7 +28,6 @@ from flowcredit.cli_inputs import (
     refuse_existing_run,
     say_how_to_resume,
 )
-from flowcredit import processes
 from flowcredit.errors import InputError, SharedError
 from flowcredit.published import PUBLISHED, published_table
 from flowcredit.tool_commands import check, compare, launch, serve_reward

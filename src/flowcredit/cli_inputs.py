@@ -83,10 +83,8 @@ def only_overrides(first: str | None, others: list[str] | None) -> list[str]:
 
 
 def say_how_to_resume(run_dir: Path) -> None:
-    if run_dir.is_dir():
-        advice = f"go on with: {resume_command(run_dir)}"
-    else:
-        advice = "the run had not begun"
+    began = run_dir.is_dir()
+    advice = f"go on with: {resume_command(run_dir)}" if began else "the run had not begun"
     if os.environ.get("RANK", "0") == "0":
         typer.echo(f"\nInterrupted; no finished iteration is lost; {advice}", err=True)
     raise typer.Exit(INTERRUPTED)

@@ -1,7 +1,7 @@
 """Several processes of one run: who takes which prompts, and what they tell each other.
 
-``flowcredit launch`` or ``torchrun`` starts them, one for each device. Without these there is one, and nothing
-here communicates. What is exchanged are numbers, tensors and JSON, never pickled objects.
+``flowcredit launch`` or ``torchrun`` starts them, one for each device. Without these there is one, and
+nothing here communicates. What is exchanged are numbers, tensors and JSON, never pickled objects.
 """
 
 import json
@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.rendezvous import rendezvous
 from torch.distributed.tensor import DTensor
 
 from flowcredit import processes
@@ -200,7 +201,7 @@ def _join(rank: int, size: int, local: int, timeout_s: float, environment: Mappi
     if torch.cuda.is_available():
         torch.cuda.set_device(local)
     try:
-        store, _, _ = next(dist.rendezvous("env://", timeout=timedelta(seconds=timeout_s)))
+        store, _, _ = next(rendezvous("env://", timeout=timedelta(seconds=timeout_s)))
         heartbeat = Heartbeat(connect(timeout_s, environment), rank, size, timeout_s)
         heartbeat.start()
         _heartbeats.append(heartbeat)

@@ -18,8 +18,10 @@ from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 import torch.distributed as dist
+from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
 from flowcredit import processes
 from flowcredit.errors import InputError, SharedError
@@ -68,9 +70,10 @@ class LostContact(RuntimeError):
 class Board:
     """The keys of a store by which processes tell each other; a connection of its own."""
 
-    def __init__(self, store: dist.Store, environment: Mapping[str, str] = os.environ) -> None:
+    def __init__(self, store: Any, environment: Mapping[str, str] = os.environ) -> None:
+        """``store``: one of torch.distributed's."""
         restart = environment.get("TORCHELASTIC_RESTART_COUNT", "0")
-        self._store = dist.PrefixStore(f"flowcredit/{restart}", store)
+        self._store = PrefixStore(f"flowcredit/{restart}", store)
 
     def claim(self, failure: Failure) -> bool:
         """Whether this failure is the first: then this process has the word."""
@@ -97,7 +100,7 @@ class Board:
 
 def connect(timeout_s: float, environment: Mapping[str, str] = os.environ) -> Board:
     """A board of this process's own on the store of the run. Raises RuntimeError where there is none."""
-    store = dist.TCPStore(
+    store = TCPStore(
         environment["MASTER_ADDR"],
         int(environment["MASTER_PORT"]),
         is_master=False,

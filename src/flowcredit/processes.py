@@ -78,8 +78,10 @@ def resume_command(run: Path, environment: Environment = os.environ) -> str:
 
 
 def register(environment: Environment = os.environ) -> None:
-    """Tell `flowcredit launch`, if it started this process, under which number it can be reached; keep torch's
-    own traces of broken connections out of what several processes print."""
+    """Tell `flowcredit launch`, if it started this process, under which number it can be reached.
+
+    Of several processes, keep torch's own traces of broken connections out of what they print.
+    """
     if "WORLD_SIZE" in environment:
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     if FOLDER in environment:

@@ -210,9 +210,8 @@ def lines(found: Counts, gpus: int, assumed: Assumptions) -> list[str]:
         f"assumed: {assumed.peak_tflops:g} TFLOP/s a GPU at its peak, of which {assumed.utilisation:.0%} are"
         f" reached; {assumed.link_gbs:g} GB/s between GPUs of a machine of {assumed.gpus_per_machine},"
         f" {assumed.network_gbs:g} GB/s a GPU between machines; gathering weights overlaps with computing",
-        f"a velocity evaluation: {found.work.evaluation / 1e12:,.3g} TFLOP; a decode: {_tera(found.work.decode)};"
-        f" a score: {_tera(found.score)}"
-        + (f" (not known, and not counted: {', '.join(found.uncounted)})" if found.uncounted else ""),
+        f"a velocity evaluation: {_tera(found.work.evaluation)}; a decode: {_tera(found.work.decode)};"
+        f" a score: {_tera(found.score)}{_not_known(found)}",
         "",
         f"{'GPUs':>6} {'prompts each':>13} {'computing, s':>13} {'sent, GB':>10} {'sending, s':>11}"
         f" {'iteration, s':>13} {'speed-up':>9} {'efficiency':>11}",
@@ -237,3 +236,7 @@ def _rows(rows: Sequence[Derived]) -> list[str]:
 
 def _tera(flops: int | None) -> str:
     return "not known" if flops is None else f"{flops / 1e12:,.3g} TFLOP"
+
+
+def _not_known(found: Counts) -> str:
+    return f" (not known, and not counted: {', '.join(found.uncounted)})" if found.uncounted else ""

@@ -89,7 +89,8 @@ def find_pipeline(recipe: Recipe) -> Pipeline | None:
 def estimate(recipe: Recipe, gpus: int = 1) -> Estimate | None:
     """Parameters and memory of a recipe; None where neither folder nor a published config tells.
 
-    Of the first iteration's tree, on the busiest of ``gpus`` devices. Raises InputError for files that cannot be read.
+    Of the first iteration's tree, on the busiest of ``gpus`` devices. Raises InputError for files that cannot
+    be read.
     """
     pipeline = find_pipeline(recipe)
     if pipeline is None:
