@@ -193,7 +193,7 @@ def derived(processes: int, overrides: list[str]) -> float:
     recipe = load_recipe(RECIPE, overrides)
     counted = scaling.counts(recipe, estimate(recipe, processes))
     assert counted is not None
-    return sum(scaling.sent(counted, processes))
+    return scaling.sent(counted, processes).total
 
 
 def report(processes: int, prompts: int, iterations: int) -> None:

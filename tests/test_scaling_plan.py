@@ -132,8 +132,8 @@ def test_one_iteration_of_flux_by_hand() -> None:
     assert one.prompts == 2
     assert one.computing_s == pytest.approx((evaluations * found.work.evaluation + scored) / 5e14)
     # A ring of 8 within a machine sums 11.9 B gradients of 4 bytes at each of 8 optimizer steps.
-    assert one.summed_bytes == pytest.approx(2 * 7 / 8 * 4 * 11_901_408_320 * 8)
-    assert one.sending_s == pytest.approx(one.summed_bytes / 450e9)
+    assert one.sent.summed == pytest.approx(2 * 7 / 8 * 4 * 11_901_408_320 * 8)
+    assert one.sending_s == pytest.approx(one.sent.summed / 450e9)
     assert one.seconds == pytest.approx(one.computing_s + one.sending_s)
 
 
@@ -150,6 +150,16 @@ def test_it_stops_where_each_device_has_one_prompt() -> None:
     last = scaling.stops(more, slow)
     assert last.gpus == 8
     assert "it stops at 8 GPUs: with 16 each sends" in scaling.why_it_stops(more, last, slow)
+
+
+def test_gathering_hides_behind_the_computing_of_its_own_phase() -> None:
+    found = derived(["parallel.sharding=sharded"])
+    one = scaling.derive(found, 16, scaling.Assumptions())
+    trained_s = one.training_flops / (989e12 * 0.4)
+    # A prompt's 8 trained states, each with two gathers of 2 bytes a weight and a scatter of 4.
+    sent_s = 15 / 16 * 8 * 8 * 11_901_408_320 / 50e9
+    assert sent_s > trained_s
+    assert one.seconds == pytest.approx(one.computing_s - trained_s + sent_s)
 
 
 def test_sharded_memory_is_divided_and_replicated_is_not() -> None:
@@ -184,7 +194,7 @@ def test_bytes_are_those_that_a_run_sends(layout: str, update: str) -> None:
     told = scaling_benchmark.run(2, overrides, iterations=0)
     found = scaling.counts(recipe, estimate(recipe, 2))
     assert found is not None
-    bytes_sent = sum(scaling.sent(found, 2))
+    bytes_sent = scaling.sent(found, 2).total
     for process in told:
         assert sum(process["sent"].values()) == pytest.approx(bytes_sent, rel=0.01)
     part = 2 if layout == "sharded" else 1

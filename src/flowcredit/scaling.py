@@ -42,18 +42,34 @@ class Assumptions:
 
 @dataclass(frozen=True)
 class Derived:
-    """One iteration on the busiest of ``gpus`` devices: FLOPs, bytes that it sends, seconds of both."""
+    """One iteration on the busiest of ``gpus`` devices: FLOPs, bytes that it sends, seconds of both.
+
+    ``rollout`` includes the passes of a reference.
+    """
 
     gpus: int
     prompts: int
     rollout_flops: float
     scoring_flops: float
     training_flops: float
-    gathered_bytes: float
-    summed_bytes: float
+    sent: "Sent"
     computing_s: float
     sending_s: float
     seconds: float
+
+
+@dataclass(frozen=True)
+class Sent:
+    """Bytes that a device sends in an iteration, in a ring: weights that are gathered for evaluations without
+    gradient; those gathered, and gradients scattered, in training; gradients summed after it."""
+
+    rollout: float = 0.0
+    training: float = 0.0
+    summed: float = 0.0
+
+    @property
+    def total(self) -> float:
+        return self.rollout + self.training + self.summed
 
 
 @dataclass(frozen=True)
@@ -94,7 +110,7 @@ def derive(found: Counts, gpus: int, assumed: Assumptions) -> Derived:
     """One iteration of the recipe on so many devices.
 
     A prompt's whole tree is on one device, so the busiest has prompts / gpus, rounded up. Gathering weights
-    overlaps with computing; summing gradients does not.
+    overlaps with the computing of its own phase, rollout or training; summing gradients does not.
     """
     recipe, plan, work = found.recipe, found.algorithm.plan, found.work
     prompts = ceil(recipe.train.prompts_per_iteration / gpus)
@@ -103,21 +119,20 @@ def derive(found: Counts, gpus: int, assumed: Assumptions) -> Derived:
     scoring = prompts * plan.decodes * ((work.decode or 0) + found.score)
     training = trained * work.evaluation * _passes(recipe)
     if _has_reference(found):
-        training += trained * work.evaluation
-    gathered, summed = sent(found, gpus)
-    computing = (rollout + scoring + training) / assumed.flops
-    bandwidth = assumed.bandwidth(gpus)
+        rollout += trained * work.evaluation
+    sends, bandwidth = sent(found, gpus), assumed.bandwidth(gpus)
+    phases = [(rollout, sends.rollout), (scoring, 0.0), (training, sends.training)]
+    seconds = sum(max(flops / assumed.flops, size / bandwidth) for flops, size in phases)
     return Derived(
         gpus=gpus,
         prompts=prompts,
         rollout_flops=rollout,
         scoring_flops=scoring,
         training_flops=training,
-        gathered_bytes=gathered,
-        summed_bytes=summed,
-        computing_s=computing,
-        sending_s=(gathered + summed) / bandwidth,
-        seconds=max(computing, gathered / bandwidth) + summed / bandwidth,
+        sent=sends,
+        computing_s=(rollout + scoring + training) / assumed.flops,
+        sending_s=sends.total / bandwidth,
+        seconds=seconds + sends.summed / bandwidth,
     )
 
 
@@ -150,9 +165,8 @@ def calls(found: Counts, gpus: int) -> tuple[int, int, int]:
     return sampled + reference, sum(ceil(states / size) for states in steps), len(steps)
 
 
-def sent(found: Counts, gpus: int) -> tuple[float, float]:
-    """Bytes that a device sends in an iteration, in a ring: weights that are gathered and gradients that are
-    scattered, while it computes; and gradients that are summed, after it.
+def sent(found: Counts, gpus: int) -> Sent:
+    """What each of so many devices sends.
 
     Replicated, each optimizer step sums the trained weights' gradients. Sharded, each call of the network
     gathers its weights, once more to go back, and scatters the gradients of the trained ones.
@@ -160,11 +174,11 @@ def sent(found: Counts, gpus: int) -> tuple[float, float]:
     share = (gpus - 1) / gpus
     forward, trained, steps = calls(found, gpus)
     if found.recipe.parallel.sharding == "replicated":
-        return 0.0, 2 * share * FLOAT * found.trained * steps
+        return Sent(summed=2 * share * FLOAT * found.trained * steps)
     weights = found.work.weights * found.work.gathered_width
     if found.recipe.weights.method == "lora":
         weights += found.trained * found.work.gathered_width
-    return share * ((forward + 2 * trained) * weights + trained * FLOAT * found.trained), 0.0
+    return Sent(share * forward * weights, share * trained * (2 * weights + FLOAT * found.trained))
 
 
 def table(found: Counts, gpus: int, assumed: Assumptions) -> list[Derived]:
@@ -228,7 +242,7 @@ def _rows(rows: Sequence[Derived]) -> list[str]:
     alone = rows[0].seconds
     return [
         f"{row.gpus:>6} {row.prompts:>13} {row.computing_s:>13,.1f}"
-        f" {(row.gathered_bytes + row.summed_bytes) / 1e9:>10,.1f} {row.sending_s:>11,.1f}"
+        f" {row.sent.total / 1e9:>10,.1f} {row.sending_s:>11,.1f}"
         f" {row.seconds:>13,.1f} {alone / row.seconds:>9,.1f} {alone / row.seconds / row.gpus:>11.0%}"
         for row in rows
     ]
