@@ -201,6 +201,7 @@ def test_a_run_stops_and_says_why_and_may_go_on_regardless(
     assert (run / "final").is_dir()
     notes = [json.loads(line)["done"] for line in (run / "guard.jsonl").read_text().splitlines()]
     assert notes == ["stopped", "stopped", "warned", "warned"]
+    assert "Collapse at iteration 4: held-out" in (run / "report.html").read_text()
 
 
 def test_a_run_returns_to_its_best_checkpoint_at_a_lower_rate(

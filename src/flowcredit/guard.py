@@ -8,7 +8,6 @@ import json
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from flowcredit.comparison import Evaluation, Summary, paired_change
@@ -130,9 +129,5 @@ def guard_of(
 def note(folder: RunFolder, iteration: int, why: str, done: str) -> None:
     """Add to ``guard.jsonl`` that the guard found a collapse, and what was done."""
     line = json.dumps({"iteration": iteration, "why": why, "done": done})
-    with notes_file(folder).open("a", encoding="utf-8") as stream:
+    with folder.guard.open("a", encoding="utf-8") as stream:
         stream.write(line + "\n")
-
-
-def notes_file(folder: RunFolder) -> Path:
-    return folder.path / "guard.jsonl"

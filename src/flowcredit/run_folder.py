@@ -81,6 +81,10 @@ class RunFolder:
             lock.release()
 
     @property
+    def guard(self) -> Path:
+        return self.path / "guard.jsonl"
+
+    @property
     def faults(self) -> Path:
         return self.path / "faults"
 
