@@ -87,7 +87,7 @@ def read_run(run_dir: Path) -> RunData:
 def _read_guard(path: Path) -> list[Mapping[str, Any]]:
     if not path.exists():
         return []
-    found = []
+    found: list[Mapping[str, Any]] = []
     for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
         try:
             entry = json.loads(line)
