@@ -30,7 +30,7 @@ from flowcredit.cli_inputs import (
 )
 from flowcredit.errors import InputError, SharedError
 from flowcredit.published import PUBLISHED, published_table
-from flowcredit.tool_commands import check, compare, launch, serve_reward
+from flowcredit.tool_commands import check, compare, export, launch, replay, serve_reward
 
 BAD_INPUT = 2
 
@@ -59,7 +59,7 @@ def main() -> None:
             print(f"flowcredit: {error}", file=sys.stderr)
         else:
             _tell_for_all(str(error))
-        sys.exit(BAD_INPUT)
+        sys.exit(error.exit_code)
     except OSError as error:
         # Of the user's disk: a full one, a folder that may not be written, a file where a folder should be.
         if error.filename is None and error.errno != errno.ENOSPC:
@@ -155,7 +155,9 @@ def train(
     except InputError as error:
         if not (run_dir / "recipe.yaml").is_file():
             raise
-        raise type(error)(f"{error}; then: {processes.resume_command(run_dir)}") from error
+        then = f"{error}; then: {processes.resume_command(run_dir)}"
+        kind = SharedError if isinstance(error, SharedError) else InputError
+        raise kind.of_code(then, error.exit_code) from error
 
 
 @app.command()
@@ -358,6 +360,8 @@ def settings() -> None:
 app.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})(launch)
 app.command()(check)
 app.command()(compare)
+app.command()(export)
+app.command()(replay)
 app.command("serve-reward")(serve_reward)
 
 

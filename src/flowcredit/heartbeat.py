@@ -171,14 +171,16 @@ class Heartbeat:
 
     def _own(self, error: BaseException) -> Failure:
         line = str(error) if isinstance(error, InputError) else f"{type(error).__name__}: {error}"
-        code = BAD_INPUT if isinstance(error, InputError | OSError) else FAULT
+        code = BAD_INPUT if isinstance(error, OSError) else FAULT
+        if isinstance(error, InputError):
+            code = error.exit_code
         return Failure(self.rank, line, code, socket.gethostname())
 
     def _worded(self, error: BaseException, failure: Failure) -> BaseException:
         processes.tell(asdict(failure))
         who = processes.named(self.rank, self.size)
         if isinstance(error, InputError):
-            return SharedError(f"{who}: {failure.line}")
+            return SharedError.of_code(f"{who}: {failure.line}", failure.code)
         if not _broken(error):
             error.add_note(f"This was {who}.")
             return error
