@@ -214,8 +214,8 @@ def report(processes: int, prompts: int, iterations: int) -> None:
         fewest = least(found[0], processes)
         print(
             f"bytes sent, {layout} / the least when replicated: {sent / fewest:.4f}"
-            f"   ({sent:,.0f} and {fewest:,.0f}; {found[0]['steps']} optimizer steps of"
-            f" {found[0]['trained']:,} trained weights)"
+            f"   ({sent:,.0f} and {fewest:,.0f}; optimizer steps: {found[0]['steps']},"
+            f" trained weights: {found[0]['trained']:,})"
         )
         planned = derived(processes, [*same, f"parallel.sharding={layout}"])
         print(f"bytes sent, {layout} / as flowcredit plan --gpus derives: {sent / planned:.4f}")
