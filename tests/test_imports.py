@@ -13,7 +13,7 @@ ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "src" / "flowcredit"
 
 FLOORS = (
-    ("errors",),
+    ("errors", "visible"),
     ("distributed",),
     ("sharding",),
     ("text_file", "quiet", "yaml_lines", "sections", "shapes", "image_grid", "console", "published"),
@@ -49,6 +49,7 @@ FLOORS = (
 FLOOR = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
 LIGHT = (
     "errors",
+    "visible",
     "text_file",
     "yaml_lines",
     "sections",

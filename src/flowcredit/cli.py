@@ -24,6 +24,7 @@ from flowcredit.cli_inputs import (
 from flowcredit.errors import InputError
 from flowcredit.published import PUBLISHED, published_table
 from flowcredit.tool_commands import check, compare, serve_reward
+from flowcredit.visible import visible, visible_lines
 
 BAD_INPUT = 2
 
@@ -47,13 +48,14 @@ def main() -> None:
     try:
         app()
     except InputError as error:
-        print(f"flowcredit: {error}", file=sys.stderr)
+        print(f"flowcredit: {visible(str(error))}", file=sys.stderr)
         sys.exit(BAD_INPUT)
     except OSError as error:
         # Of the user's disk: a full one, a folder that may not be written, a file where a folder should be.
         if error.filename is None and error.errno != errno.ENOSPC:
             raise
-        print(f"flowcredit: {error.filename or 'writing'}: {error.strerror}", file=sys.stderr)
+        where = visible(str(error.filename or "writing"))
+        print(f"flowcredit: {where}: {error.strerror}", file=sys.stderr)
         sys.exit(BAD_INPUT)
 
 
@@ -236,7 +238,7 @@ def plan(
     settings, _ = open_source(source, overrides)
     from flowcredit.plan_command import plan_command
 
-    typer.echo(plan_command(settings, as_json))
+    typer.echo(visible_lines(plan_command(settings, as_json)))
 
 
 @app.command()
@@ -307,7 +309,7 @@ def report(
     check_run(run)
     from flowcredit.report import build_report
 
-    typer.echo(build_report(run))
+    typer.echo(visible(str(build_report(run))))
 
 
 @app.command()

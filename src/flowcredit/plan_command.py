@@ -20,7 +20,7 @@ def plan_command(recipe: Recipe, as_json: bool) -> str:
     tree = method.plan
     found = estimate(recipe)
     if as_json:
-        return json.dumps(_as_object(recipe, method, found), ensure_ascii=False, indent=2)
+        return json.dumps(_as_object(recipe, method, found), indent=2)
     lines = [describe(tree)]
     if tree.trajectory_evaluations is not None:
         lines.append(f"velocity evaluations for one trajectory: {tree.trajectory_evaluations}")

@@ -17,6 +17,7 @@ from torch import nn
 from flowcredit.errors import InputError
 
 LIBRARIES = ("diffusers", "transformers")
+"""Whose networks are loaded here."""
 UNCOUNTED = "position_ids"
 """The end of names that older versions of transformers saved, and that no network reads: 0, 1, 2, ..."""
 

@@ -26,7 +26,7 @@ from flowcredit.rewards.service import (
     read_options,
     settle,
 )
-from flowcredit.rewards.wire import encode_images
+from flowcredit.rewards.wire import encode_images, shown
 from flowcredit.sections import Flag, Number, Text, Whole
 
 QUESTION = """\
@@ -140,7 +140,7 @@ def _content(answer: Any, url: str) -> str:
     if content is None:
         return ""
     if not isinstance(content, str):
-        raise ServiceError(f"{url}: answered {brief(repr(answer)[:400], 80)}; expected a chat completion")
+        raise ServiceError(f"{url}: answered {shown(answer)}; expected a chat completion")
     return content
 
 
@@ -199,6 +199,5 @@ def _check_model(endpoint: Endpoint, model: str) -> None:
     except (KeyError, TypeError):
         raise InputError(f"reward 'chat': {url} answered JSON that is no list of models") from None
     if model not in names:
-        raise InputError(
-            f"reward 'chat': {url} has no model {model!r}; it has {', '.join(map(repr, names)) or 'none'}"
-        )
+        there = brief(", ".join(repr(name) for name in names if isinstance(name, str)) or "none", 300)
+        raise InputError(f"reward 'chat': {url} has no model {model!r}; it has {there}")

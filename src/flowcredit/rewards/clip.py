@@ -136,7 +136,11 @@ def load_tokenizer(folder: Path, vocabulary: int) -> Any:
             "tokenizer"
         )
     try:
-        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+        tokenizer = AutoTokenizer.from_pretrained(
+            folder,
+            local_files_only=True,
+            trust_remote_code=False,  # Left open, it may ask on the terminal.
+        )
     except (OSError, ValueError) as error:
         raise InputError(_incomplete(folder, str(error).splitlines()[0])) from error
     if len(tokenizer) > vocabulary:

@@ -160,9 +160,11 @@ def load_geneval(detector: str, clip: str, device: torch.device, graded: bool = 
     try:
         with quiet_libraries("transformers"):
             model, report = AutoModelForObjectDetection.from_pretrained(
-                folder, local_files_only=True, output_loading_info=True
+                folder, local_files_only=True, output_loading_info=True, trust_remote_code=False
             )
-            processor = AutoImageProcessor.from_pretrained(folder, local_files_only=True, backend="pil")
+            processor = AutoImageProcessor.from_pretrained(
+                folder, local_files_only=True, backend="pil", trust_remote_code=False
+            )
     except (OSError, ValueError, RuntimeError, ImportError) as error:
         raise InputError(_no_detector(folder, str(error).strip().splitlines()[0])) from error
     fault = loading_fault(report)
