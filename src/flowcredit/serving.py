@@ -10,6 +10,7 @@ import io
 import json
 import os
 import signal
+import socket
 import socketserver
 import sys
 import threading
@@ -39,6 +40,8 @@ _STALLED_S = 60
 """Seconds without a byte after which a client is given up."""
 _SENT_S = 600
 """Seconds in which a whole request must be here, however steadily it trickles."""
+_LINGER_S = 2
+"""Seconds for which a client that was answered may go on sending."""
 _AT_WORK = 2
 """Requests that are unfolded in memory at once: one is scored while the next is read."""
 _ANSWER_CHARACTERS = 1000
@@ -237,6 +240,15 @@ class _Handler(BaseHTTPRequestHandler):
         self.send_header("Connection", "close")
         self.end_headers()
         self.wfile.write(content)
+        self._linger()
+
+    def _linger(self) -> None:
+        """Let the answer arrive: to close on bytes that were not read is to take it back."""
+        with suppress(OSError):
+            self.connection.shutdown(socket.SHUT_WR)
+            rest = Timed(self.connection, time.monotonic() + _LINGER_S)
+            while rest.read(1 << 16):
+                pass
 
     def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:
         """Also what the standard library refuses, an unknown method for one, is answered in JSON."""
