@@ -198,6 +198,24 @@ def test_a_bomb_is_refused_by_its_head_before_a_pixel_is_unfolded(
         assert f"{size[0]} x {size[1]} pixels; expected at most".encode() in answer
 
 
+def test_an_animation_and_a_packed_profile_are_refused(address: Address) -> None:
+    import base64
+    import struct
+    import zlib
+
+    def answer_to(*chunks: tuple[bytes, bytes]) -> bytes:
+        image = base64.b64encode(png(chunks=chunks)).decode()
+        sent = json.dumps({**request(), "images": [image] * 2}).encode()
+        return send(address, Attack("chunks", (http(sent),)))
+
+    assert answer_to().startswith(b"HTTP/1.1 200")
+    frames = answer_to((b"tEXt", b"k\0v"), (b"acTL", struct.pack(">II", 5000, 0)))
+    assert b"images.0 is an animation; expected one image" in frames
+    # A hundred times 4 MiB of zeros, each in 4 KiB.
+    bomb = (b"zTXt", b"k\0\0" + zlib.compress(bytes(1 << 22), 9))
+    assert b"HTTP/1.1 400" in answer_to(*[bomb] * 100)
+
+
 def test_a_fault_of_the_reward_is_500_or_422_and_shows_no_control_characters(
     capfd: pytest.CaptureFixture[str],
 ) -> None:

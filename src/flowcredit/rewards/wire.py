@@ -76,7 +76,10 @@ def _open(text: str, index: int) -> Image.Image:
 
 
 def _check_head(content: bytes, index: int) -> None:
-    """Before any of a PNG is unfolded: its size and kind of pixels, from the first chunk (ISO/IEC 15948)."""
+    """Before any of a PNG is unfolded: its size and kind of pixels, and whether it is one image.
+
+    From its chunks (ISO/IEC 15948), each a length, a name, so many bytes and a checksum.
+    """
     width, height, depth = struct.unpack_from(">IIB", content, 16)
     if content[:8] != b"\x89PNG\r\n\x1a\n" or content[12:16] != b"IHDR":
         raise OSError("another format")
@@ -86,6 +89,11 @@ def _check_head(content: bytes, index: int) -> None:
         )
     if depth > 8:
         raise ValueError(f"images.{index} has {depth} bits a colour; expected 8-bit RGB")
+    place = 8
+    while place + 8 <= len(content) and (name := content[place + 4 : place + 8]) != b"IDAT":
+        if name == b"acTL":
+            raise ValueError(f"images.{index} is an animation; expected one image")
+        place += 12 + int.from_bytes(content[place : place + 4], "big")
 
 
 def read_scores(answer: Any, count: int, url: str) -> list[float | None]:
