@@ -82,11 +82,11 @@ def send(address: tuple[str, int], what: Attack) -> bytes:
 
 def judge(answer: bytes, counts: Counts) -> None:
     """Count an answer. Raises Fault for one that is none of the protocol."""
+    if answer.startswith(b"HTTP/1.1 100"):
+        answer = answer.partition(b"\r\n\r\n")[2]
     if not answer:
         counts.closed += 1
         return
-    if answer.startswith(b"HTTP/1.1 100"):
-        answer = answer.partition(b"\r\n\r\n")[2]
     head, _, body = answer.partition(b"\r\n\r\n")
     if not head.startswith(b"HTTP/1.1 "):
         # To a request line of HTTP/0.9 the standard library answers without a head.
@@ -96,7 +96,7 @@ def judge(answer: bytes, counts: Counts) -> None:
     try:
         content = json.loads(body)
     except ValueError:
-        raise Fault(f"answered {status} with {body[:80]!r}") from None
+        raise Fault(f"answered {status} with {answer[:300]!r}") from None
     counts.statuses[status] += 1
     if status == 200:
         counts.answered += 1

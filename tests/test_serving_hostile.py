@@ -3,10 +3,15 @@
 The long form is ``python reliability/fuzz_server.py``; here hypothesis chooses, and shrinks what it finds.
 """
 
+import base64
+import contextlib
 import json
+import pickle
 import socket
+import struct
 import threading
 import time
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
 from random import Random
@@ -17,6 +22,7 @@ from fuzz_server import Counts, Fault, check_alive, judge, one, send
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from malformed import CANARY, KINDS, PICKLED, Attack, http, png, request
+from PIL import Image
 
 import flowcredit.serving
 from flowcredit.serving import RewardServer, Service
@@ -91,8 +97,6 @@ def test_other_values_in_a_proper_request_are_refused_by_name(
 def test_nothing_that_is_sent_runs(address: Address, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The canary sings where such a pickle is loaded: asserted first, so that the test can fail."""
     monkeypatch.chdir(tmp_path)
-    import pickle
-
     pickle.loads(PICKLED)
     assert (tmp_path / CANARY).exists()
     (tmp_path / CANARY).unlink()
@@ -158,8 +162,15 @@ def test_a_client_that_trickles_is_given_up_and_holds_up_nobody(
     assert found[0] < 15
 
 
+def alive(address: Address) -> bool:
+    with contextlib.suppress(Fault):
+        check_alive(address)
+        return True
+    return False
+
+
 def test_clients_beyond_the_limit_are_told_so_and_the_others_are_served() -> None:
-    service = Service("mine", mean, max_bytes=1 << 20, max_connections=2)
+    service = Service("mine", black, max_bytes=1 << 20, max_connections=2)
     with RewardServer(("127.0.0.1", 0), service) as server:
         thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
         thread.start()
@@ -170,10 +181,9 @@ def test_clients_beyond_the_limit_are_told_so_and_the_others_are_served() -> Non
                 assert third.recv(100).startswith(b"HTTP/1.1 503 ")
             for each in idle:
                 each.close()
-            # Their threads see it a moment later.
-            while (found := ask(server.url, body()))[0] == 503:
+            # Their threads see it a moment later: until then it is told 503, or hung up on as it sends.
+            while not alive(where):
                 time.sleep(0.01)
-            assert found[0] == 200
         finally:
             server.shutdown()
             thread.join()
@@ -182,10 +192,6 @@ def test_clients_beyond_the_limit_are_told_so_and_the_others_are_served() -> Non
 def test_a_bomb_is_refused_by_its_head_before_a_pixel_is_unfolded(
     address: Address, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    import base64
-
-    from PIL import Image
-
     def never(*words: Any, **more: Any) -> Any:
         raise AssertionError("opened")
 
@@ -199,10 +205,6 @@ def test_a_bomb_is_refused_by_its_head_before_a_pixel_is_unfolded(
 
 
 def test_an_animation_and_a_packed_profile_are_refused(address: Address) -> None:
-    import base64
-    import struct
-    import zlib
-
     def answer_to(*chunks: tuple[bytes, bytes]) -> bytes:
         image = base64.b64encode(png(chunks=chunks)).decode()
         sent = json.dumps({**request(), "images": [image] * 2}).encode()
@@ -211,9 +213,9 @@ def test_an_animation_and_a_packed_profile_are_refused(address: Address) -> None
     assert answer_to().startswith(b"HTTP/1.1 200")
     frames = answer_to((b"tEXt", b"k\0v"), (b"acTL", struct.pack(">II", 5000, 0)))
     assert b"images.0 is an animation; expected one image" in frames
-    # A hundred times 4 MiB of zeros, each in 4 KiB.
+    # Sixty times 4 MiB of zeros, each in 4 KiB.
     bomb = (b"zTXt", b"k\0\0" + zlib.compress(bytes(1 << 22), 9))
-    assert b"HTTP/1.1 400" in answer_to(*[bomb] * 100)
+    assert b"HTTP/1.1 400" in answer_to(*[bomb] * 60)
 
 
 def test_a_fault_of_the_reward_is_500_or_422_and_shows_no_control_characters(
