@@ -14,7 +14,8 @@ from flowcredit.errors import InputError
 Path = tuple[str | int, ...]
 """Keys and list indices from the root."""
 
-_MOST_VALUES = 1_000_000
+_COLLECTIONS = ("tag:yaml.org,2002:seq", "tag:yaml.org,2002:map")
+_MOST_VALUES = 100_000
 """Aliases let a file of a kilobyte stand for more values than memory holds."""
 _UNICODE_BREAKS = frozenset("\x85\u2028\u2029")
 _NULL = re.compile(r"^(~|null|Null|NULL|)$")
@@ -102,6 +103,8 @@ def _build(node: yaml.Node, path: Path, lines: dict[Path, int]) -> Any:
         raise _Refused(node, f"more than {_MOST_VALUES:,} values, counted with what aliases repeat")
     if isinstance(node, yaml.ScalarNode):
         return _scalar(node)
+    if node.tag not in _COLLECTIONS:
+        raise _Refused(node, f"the YAML tag '{node.tag}' is not read; write a plain value")
     if isinstance(node, yaml.SequenceNode):
         return [_build(item, (*path, place), lines) for place, item in enumerate(node.value)]
     assert isinstance(node, yaml.MappingNode)
