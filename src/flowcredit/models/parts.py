@@ -68,7 +68,7 @@ def _load(kind: Any, folder: Path, name: str, part: Any, dtype: torch.dtype) -> 
         )
     except UnpicklingError as error:
         raise InputError(
-            f"{where}: weights that hold more than tensors, and are not unpickled; expected .safetensors files"
+            f"{where}: weights that hold more than tensors, and are not unpickled; expected safetensors"
         ) from error
     except (OSError, ValueError, RuntimeError, SafetensorError, TypeError, KeyError, AttributeError) as error:
         # The last three come from a config.json whose values are of other types.

@@ -131,12 +131,15 @@ def _filled(template: str, values: Mapping[str, Any]) -> str:
     return _FIELD.sub(lambda field: str(values[field.group(1)]), template)
 
 
+_NO_COMPLETION = object()
+
+
 def _content(answer: Any, url: str) -> str:
     """What the judge said; empty where it said nothing, as when it refuses."""
     try:
         content = answer["choices"][0]["message"]["content"]
     except (KeyError, IndexError, TypeError):
-        content = answer
+        content = _NO_COMPLETION
     if content is None:
         return ""
     if not isinstance(content, str):
