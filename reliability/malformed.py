@@ -9,6 +9,7 @@ import pickle
 import struct
 import zlib
 from collections.abc import Callable, Mapping
+from copy import deepcopy
 from dataclasses import dataclass
 from random import Random
 from typing import Any
@@ -225,9 +226,11 @@ def _schema(random: Random) -> bytes:
                 case 0:
                     del holder[key]
                 case 1 if isinstance(holder, dict):
-                    holder[random.choice([*CODE, "images", "prompts", "self", "reward"])] = holder[key]
+                    holder[random.choice([*CODE, "images", "prompts", "self", "reward"])] = deepcopy(
+                        holder[key]
+                    )
                 case _:
-                    holder[key] = random.choice(WRONG)
+                    holder[key] = deepcopy(random.choice(WRONG))
             break
     return http(json.dumps(body).encode())
 
