@@ -1,4 +1,4 @@
-"""Prompts, columns, names and paths that try to be more than text, in every place where they are written out."""
+"""Prompts, columns, names and paths that try to be more than text, wherever they are written out."""
 
 import html
 import io
@@ -66,7 +66,7 @@ def test_a_visible_text_is_one_printable_line_and_plain_texts_stay(text: str) ->
     shown = visible(text)
     assert len(shown.splitlines()) <= 1
     assert all(c.isprintable() or c.isspace() for c in shown)
-    assert shown.encode()
+    shown.encode()
     if text.isprintable():
         assert shown == text
 
@@ -101,7 +101,9 @@ def test_an_error_stays_one_line(
     text: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "argv", ["flowcredit", "plan", text + ".yaml"])
+    # Of a path two slashes are one.
+    text = text.replace("//", "/")
+    monkeypatch.setattr(sys, "argv", ["flowcredit", "plan", "--", text + ".yaml"])
     with pytest.raises(SystemExit) as ended:
         main()
     assert ended.value.code == 2
@@ -133,16 +135,13 @@ def test_what_plan_prints_of_a_recipe(
             json.loads(said)
 
 
-@pytest.mark.parametrize(
-    "name", ["../evil", "a/b", "a\nb", ".hidden", "", "x" * 101, "a b", "a\x00", "-x", "~", "x\n"]
-)
+NAMES = ("../evil", "a/b", "a\nb", ".x", "", "x" * 101, "a b", "a\x00", "-x", "~", "x\n")
+
+
+@pytest.mark.parametrize("name", NAMES)
 def test_a_runs_name_is_no_path(name: str) -> None:
-    content = {
-        "name": name,
-        "model": {"path": "m"},
-        "prompts": {"train": "p", "heldout": "p"},
-        "rewards": ["clip"],
-    }
+    prompts = {"train": "p", "heldout": "p"}
+    content = {"name": name, "model": {"path": "m"}, "prompts": prompts, "rewards": ["clip"]}
     with pytest.raises(ValueError, match="name"):
         Recipe.model_validate(content)
 
@@ -173,8 +172,8 @@ def test_a_log_stays_one_record_a_line(text: str, tmp_path: Path) -> None:
     assert folder.logged_iterations() == {1, 2}
 
 
-ALLOWED = {
-    *(
+ALLOWED = set(
+    [
         "html",
         "head",
         "meta",
@@ -188,8 +187,6 @@ ALLOWED = {
         "h1",
         "h2",
         "p",
-    ),
-    *(
         "ul",
         "li",
         "dl",
@@ -205,9 +202,18 @@ ALLOWED = {
         "i",
         "div",
         "figure",
-    ),
-    *("figcaption", "img", "details", "summary", "pre", "a", "br", "strong", "em", "code"),
-}
+        "figcaption",
+        "img",
+        "details",
+        "summary",
+        "pre",
+        "a",
+        "br",
+        "strong",
+        "em",
+        "code",
+    ]
+)
 
 
 class Looked(HTMLParser):
@@ -253,14 +259,14 @@ def test_a_report_escapes(text: str, tmp_path: Path, monkeypatch: pytest.MonkeyP
         save_evaluation(evaluation, run)
     page = Looked(build_report(run).read_text(encoding="utf-8"))
     is_harmless(page)
-    assert page.text.count(" ".join(text.split())[:8]) >= 1 or html.unescape(page.text).count(text[:3])
+    assert " ".join(text.split()) in " ".join(page.text.split())
     assert any(name == "alt" and value.startswith(text.split("\r")[0]) for name, value in page.attributes)
 
 
-@EVERY
-def test_curves_take_names_as_they_are(text: str, tmp_path: Path) -> None:
+def test_curves_take_names_as_they_are(tmp_path: Path) -> None:
+    """A dollar begins a formula for matplotlib, and XML has no place for controls."""
     run = begin(tmp_path / "run")
-    reward = f"http/{text}"
+    reward = "http/$\\frac{1}$ </text><script>alert(1)</script>\x1b[2J\x00 & _^"
     recipe = yaml.safe_load((run / "recipe.yaml").read_text())
     (run / "recipe.yaml").write_text(yaml.safe_dump({**recipe, "rewards": [{"name": reward}]}))
     (run / "log.jsonl").write_text("".join(record(i, **{f"reward/{reward}": 0.5}) for i in (1, 2)))
