@@ -1,12 +1,10 @@
 """Files from elsewhere are data: no pickle is opened and no code run, whatever file it lies in."""
 
 import ast
-import importlib
 import json
 import os
 import pickle
 import shutil
-import sys
 from collections.abc import Callable, Iterator
 from hashlib import sha256
 from pathlib import Path
@@ -272,82 +270,3 @@ def test_yaml_that_grows_without_end_is_refused(tmp_path: Path) -> None:
         file.write_text(text)
         with pytest.raises(InputError, match=rf"{name}\.yaml:\d+: .*(more than 100,000|5000 digits)"):
             load_recipe(file)
-
-
-EVIL = "from pathlib import Path\nPath({!r}).mkdir()\n\nclass Evil:\n    pass\n"
-
-
-def evil_module(folder: Path, canary: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    """A module in the model's folder, which is the current one and on the import path."""
-    (folder / "evil_of_the_model.py").write_text(EVIL.format(str(canary)))
-    monkeypatch.chdir(folder)
-    monkeypatch.syspath_prepend(folder)
-    return "evil_of_the_model"
-
-
-@pytest.mark.parametrize("part", ["scheduler", "transformer", "tokenizer", "extra"])
-def test_a_model_index_that_names_other_modules(
-    flux: Path, canary: Path, tmp_path: Path, part: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    folder = tmp_path / "model"
-    shutil.copytree(flux, folder)
-    (folder / "extra").mkdir()
-    name = evil_module(folder, canary, monkeypatch)
-    index = json.loads((folder / "model_index.json").read_text())
-    for entry in ([name, "Evil"], ["os", "mkdir"], [name], ["../x", "Evil"], [1, 2], [name, None], []):
-        (folder / "model_index.json").write_text(json.dumps({**index, part: entry}))
-        with pytest.raises(InputError, match=rf"model_index\.json: {part} is .*never run"):
-            load_flux(folder)
-    assert name not in sys.modules
-    for custom in (name, [name, "Evil"]):
-        (folder / "model_index.json").write_text(json.dumps({**index, "_class_name": custom}))
-        with pytest.raises(InputError, match="has no adapter"):
-            load_flux(folder)
-    importlib.import_module(name)
-    assert canary.exists(), "it could have been imported"
-    canary.rmdir()
-    del sys.modules[name]
-
-
-def test_a_model_index_whose_parts_lie_elsewhere(flux: Path, tmp_path: Path) -> None:
-    """An export copies parts by their names: none may lead out of its folder."""
-    folder = tmp_path / "model"
-    shutil.copytree(flux, folder)
-    (tmp_path / "elsewhere").mkdir()
-    index = json.loads((folder / "model_index.json").read_text())
-    (folder / "model_index.json").write_text(
-        json.dumps({**index, "../elsewhere": ["diffusers", "AutoencoderKL"]})
-    )
-    with pytest.raises(InputError, match=r"a part is called '\.\./elsewhere'"):
-        load_flux(folder)
-
-
-def test_code_that_a_config_points_to(canary: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """``auto_map`` names code in the folder: neither run nor asked about."""
-    clip = tiny_clip.make_clip(tmp_path / "clip")
-    name = evil_module(clip, canary, monkeypatch)
-
-    def asked(*words: Any) -> str:
-        raise AssertionError("asked whether to run it")
-
-    monkeypatch.setattr("builtins.input", asked)
-    pointers = {
-        f"Auto{kind}": f"{name}.Evil"
-        for kind in ("Config", "Model", "ImageProcessor", "Processor", "ModelForObjectDetection")
-    }
-    pointers["AutoTokenizer"] = [f"{name}.Evil", f"{name}.Evil"]  # type: ignore[assignment]
-    for file in ("config.json", "tokenizer_config.json", "preprocessor_config.json"):
-        content = json.loads((clip / file).read_text())
-        content |= {"auto_map": pointers}
-        (clip / file).write_text(json.dumps(content))
-    load_reward("clip", {"path": str(clip)}, "cpu")
-    own = {"model_type": "of_its_own"}
-    (clip / "config.json").write_text(json.dumps({"auto_map": pointers, **own}))
-    tokenizer = json.loads((clip / "tokenizer_config.json").read_text())
-    (clip / "tokenizer_config.json").write_text(json.dumps({**tokenizer, "tokenizer_class": "Evil"}))
-    for reward, options in (
-        ("geneval", {"detector": str(clip), "clip": str(clip)}),
-        ("clip", {"path": str(clip)}),
-    ):
-        with pytest.raises(InputError, match="clip"):
-            load_reward(reward, options, "cpu")
