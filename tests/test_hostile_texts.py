@@ -1,5 +1,6 @@
 """Prompts, columns, names and paths that try to be more than text, wherever they are written out."""
 
+import ast
 import html
 import io
 import json
@@ -349,3 +350,15 @@ def test_json_that_no_file_could_hold_is_refused(
     file.write_text(content if ending == "json" else content[1:].removesuffix("]"))
     with pytest.raises(InputError, match=rf"prompts\.{ending}.*: .*{expected}"):
         load_prompts(file)
+
+
+def test_every_line_for_the_console_goes_through_say() -> None:
+    """Elsewhere only tables and marks of our own are printed, never a text."""
+    texts = []
+    for file in sorted((Path(__file__).parent.parent / "src").rglob("*.py")):
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            if not isinstance(node, ast.Call) or not ast.unparse(node.func).lower().endswith("console.print"):
+                continue
+            if file.name != "console.py" and isinstance(node.args[0], ast.JoinedStr | ast.Constant):
+                texts.append(f"{file.name}:{node.lineno}")
+    assert not texts

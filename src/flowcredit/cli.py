@@ -23,7 +23,7 @@ from flowcredit.cli_inputs import (
 )
 from flowcredit.errors import InputError
 from flowcredit.published import PUBLISHED, published_table
-from flowcredit.tool_commands import check, compare, serve_reward
+from flowcredit.tool_commands import check, compare, export, replay, serve_reward
 from flowcredit.visible import visible, visible_lines
 
 BAD_INPUT = 2
@@ -49,7 +49,7 @@ def main() -> None:
         app()
     except InputError as error:
         print(f"flowcredit: {visible(str(error))}", file=sys.stderr)
-        sys.exit(BAD_INPUT)
+        sys.exit(error.exit_code)
     except OSError as error:
         # Of the user's disk: a full one, a folder that may not be written, a file where a folder should be.
         if error.filename is None and error.errno != errno.ENOSPC:
@@ -138,7 +138,8 @@ def train(
     except InputError as error:
         if not (run_dir / "recipe.yaml").is_file():
             raise
-        raise InputError(f"{error}; then: flowcredit train --resume {shlex.quote(str(run_dir))}") from error
+        then = f"{error}; then: flowcredit train --resume {shlex.quote(str(run_dir))}"
+        raise InputError.of_code(then, error.exit_code) from error
 
 
 @app.command()
@@ -324,6 +325,8 @@ def settings() -> None:
 
 app.command()(check)
 app.command()(compare)
+app.command()(export)
+app.command()(replay)
 app.command("serve-reward")(serve_reward)
 
 

@@ -84,6 +84,11 @@ class Monitor:
             text = f"iteration {self.done}/{self.total}  {summary}  {left}".rstrip()
             say(self.console, text)
 
+    def go_back(self, done: int) -> None:
+        """So many iterations are finished, after more were."""
+        self._began, self._first, self.done = time.monotonic(), done, done
+        self._progress.update(self._run, completed=done, left="")
+
     def say(self, text: str) -> None:
         """A line of its own."""
         say(self.console, text)
