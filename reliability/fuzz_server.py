@@ -180,7 +180,8 @@ def run(requests: int, seed: int) -> tuple[Counts, str, list[str]]:
                     if process.poll() is not None:
                         break
                 if (number + 1) % 1000 == 0:
-                    print(f"{number + 1} in {time.monotonic() - began:.0f} s", flush=True)
+                    passed = time.monotonic() - began
+                    print(f"{number + 1} in {passed:.0f} s, faults: {len(faults)}", flush=True)
             if process.poll() is not None:
                 faults.append(f"the server ended with code {process.returncode}")
             peak = memory_of(process)
