@@ -7,6 +7,7 @@ from rich.console import Console
 from flowcredit.assembly import build_model
 from flowcredit.checkpoint import Checkpoint, kept_iterations, latest_checkpoint, load_checkpoint
 from flowcredit.cli_inputs import check_run
+from flowcredit.console import say
 from flowcredit.errors import InputError
 from flowcredit.export import export_weights
 from flowcredit.progress import reward_weights
@@ -29,7 +30,7 @@ def export_command(run_dir: Path, out: Path, iteration: int | None, best: bool) 
     model = build_model(recipe)
     with weights_replaced(model.network, chosen.groups.get("ema", chosen.groups["weights"])):
         export_weights(model, out)
-    Console().print(f"iteration {chosen.iteration}: {out}", highlight=False, soft_wrap=True)
+    say(Console(), f"iteration {chosen.iteration}: {out}")
 
 
 def _best(folder: RunFolder, weights: dict[str, float]) -> int:

@@ -31,6 +31,7 @@ from flowcredit.cli_inputs import (
 from flowcredit.errors import InputError, SharedError
 from flowcredit.published import PUBLISHED, published_table
 from flowcredit.tool_commands import check, compare, export, launch, replay, serve_reward
+from flowcredit.visible import visible, visible_lines
 
 BAD_INPUT = 2
 
@@ -56,7 +57,7 @@ def main() -> None:
         app()
     except InputError as error:
         if isinstance(error, SharedError) or processes.size() == 1:
-            print(f"flowcredit: {error}", file=sys.stderr)
+            print(f"flowcredit: {visible(str(error))}", file=sys.stderr)
         else:
             _tell_for_all(str(error))
         sys.exit(error.exit_code)
@@ -64,7 +65,8 @@ def main() -> None:
         # Of the user's disk: a full one, a folder that may not be written, a file where a folder should be.
         if error.filename is None and error.errno != errno.ENOSPC:
             raise
-        print(f"flowcredit: {error.filename or 'writing'}: {error.strerror}", file=sys.stderr)
+        where = visible(str(error.filename or "writing"))
+        print(f"flowcredit: {where}: {error.strerror}", file=sys.stderr)
         sys.exit(BAD_INPUT)
 
 
@@ -73,7 +75,7 @@ def _tell_for_all(line: str) -> None:
 
     if speaks_before_joining(line):
         who = processes.named(processes.number("RANK", 0), processes.size())
-        print(f"flowcredit: {who}: {line}", file=sys.stderr)
+        print(f"flowcredit: {who}: {visible(line)}", file=sys.stderr)
 
 
 def _show_version(wanted: bool) -> None:
@@ -273,7 +275,7 @@ def plan(
         "network_gbs": network_gbs,
         "gpus_per_machine": gpus_per_machine,
     }
-    typer.echo(plan_command(settings, as_json, gpus, assumptions(gpus, given)))
+    typer.echo(visible_lines(plan_command(settings, as_json, gpus, assumptions(gpus, given))))
 
 
 @app.command()
@@ -344,7 +346,7 @@ def report(
     check_run(run)
     from flowcredit.report import build_report
 
-    typer.echo(build_report(run))
+    typer.echo(visible(str(build_report(run))))
 
 
 @app.command()

@@ -8,6 +8,7 @@ import typer
 
 from flowcredit.errors import InputError
 from flowcredit.processes import resume_command
+from flowcredit.visible import visible
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -86,7 +87,7 @@ def say_how_to_resume(run_dir: Path) -> None:
     began = run_dir.is_dir()
     advice = f"go on with: {resume_command(run_dir)}" if began else "the run had not begun"
     if os.environ.get("RANK", "0") == "0":
-        typer.echo(f"\nInterrupted; no finished iteration is lost; {advice}", err=True)
+        typer.echo(f"\nInterrupted; no finished iteration is lost; {visible(advice)}", err=True)
     raise typer.Exit(INTERRUPTED)
 
 
@@ -126,7 +127,7 @@ def chosen_prompts(texts: list[str] | None, file: str | None, column: str) -> "P
 
     if file is not None and not texts:
         chosen = load_prompts(file, column)
-        typer.echo(chosen.describe())
+        typer.echo(visible(chosen.describe()))
         return chosen
     if file is not None and texts:
         raise InputError("sample was given both --prompt and --prompts; expected one of them")

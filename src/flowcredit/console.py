@@ -16,6 +16,8 @@ from rich.progress import (
     TimeElapsedColumn,
 )
 
+from flowcredit.visible import visible
+
 
 def duration(seconds: float) -> str:
     """Seconds as "45 s", "12 min" or "3 h 20 min"."""
@@ -23,6 +25,11 @@ def duration(seconds: float) -> str:
         return f"{seconds:.0f} s"
     minutes = round(seconds / 60)
     return f"{minutes} min" if minutes < 90 else f"{minutes // 60} h {minutes % 60:02d} min"
+
+
+def say(console: Console, text: str) -> None:
+    """One line on the console: what looks like mark-up or would steer a terminal is shown, not obeyed."""
+    console.print(visible(text), markup=False, emoji=False, highlight=False, soft_wrap=True)
 
 
 class Monitor:
@@ -85,7 +92,7 @@ class Monitor:
         self._progress.update(self._run, completed=self.done, left=left)
         if self.done % self.line_every == 0 or self.done == self.total:
             text = f"iteration {self.done}/{self.total}  {summary}  {left}".rstrip()
-            self.console.print(text, highlight=False, soft_wrap=True)
+            say(self.console, text)
 
     def go_back(self, done: int) -> None:
         """So many iterations are finished, after more were."""
@@ -94,4 +101,4 @@ class Monitor:
 
     def say(self, text: str) -> None:
         """A line of its own."""
-        self.console.print(text, highlight=False, soft_wrap=True)
+        say(self.console, text)

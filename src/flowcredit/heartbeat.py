@@ -25,6 +25,7 @@ from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined
 
 from flowcredit import processes
 from flowcredit.errors import InputError, SharedError
+from flowcredit.visible import visible
 
 BEAT_S = 1.0
 """Seconds between two signs of life."""
@@ -338,7 +339,7 @@ def _in_library(file: str) -> bool:
 
 
 def _say(line: str) -> None:
-    print(f"\nflowcredit: {line}", file=sys.stderr, flush=True)
+    print(f"\nflowcredit: {visible(line)}", file=sys.stderr, flush=True)
 
 
 def _leave(code: int) -> None:

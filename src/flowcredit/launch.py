@@ -24,6 +24,7 @@ from typing import Any
 
 from flowcredit import processes
 from flowcredit.errors import InputError
+from flowcredit.visible import visible
 
 POLL_S = 0.1
 INTERRUPTED, TERMINATED = 128 + signal.SIGINT, 128 + signal.SIGTERM
@@ -190,5 +191,5 @@ def _tell(rank: int, code: int, folder: Path, place: Place) -> int:
         if run is not None:
             advice = f"; go on from the last checkpoint with: {processes.resume_command(Path(run))}"
     who = processes.named(rank, place.nproc * place.nnodes)
-    print(f"\nflowcredit: {who} was ended by {name}{seen}{advice}", file=sys.stderr)
+    print(f"\nflowcredit: {visible(f'{who} was ended by {name}{seen}{advice}')}", file=sys.stderr)
     return 1

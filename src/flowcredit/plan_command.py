@@ -31,7 +31,7 @@ def plan_command(
         if counted is not None and gpus is not None:
             rows = scaling.table(counted, gpus, assumed)
             content["derived"] = {"assumed": asdict(assumed), "gpus": [asdict(row) for row in rows]}
-        return json.dumps(content, ensure_ascii=False, indent=2)
+        return json.dumps(content, indent=2)
     lines = [describe(tree)]
     if tree.trajectory_evaluations is not None:
         lines.append(f"velocity evaluations for one trajectory: {tree.trajectory_evaluations}")

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from flowcredit.assembly import build_model, build_rewards, device_of
 from flowcredit.config import Recipe
+from flowcredit.console import say
 from flowcredit.faults import Fault, KeptFault, read_faults
 from flowcredit.recipe_io import load_recipe
 from flowcredit.scoring import RewardError, score_images
@@ -30,9 +31,9 @@ def replay_command(place: Path) -> bool:
     for kept in read_faults(place):
         recipe = load_recipe(kept.recipe, ["parallel.sharding=replicated"])
         whose = f"after iteration {kept.iteration}, process {kept.rank}"
-        console.print(f"{kept.fault.kind}, {whose}: {kept.fault.message}", highlight=False, soft_wrap=True)
+        say(console, f"{kept.fault.kind}, {whose}: {kept.fault.message}")
         told = _reward(kept.fault, recipe) if kept.fault.kind == "reward" else _network(kept, recipe)
-        console.print(f"  {told or 'did not come again'}", highlight=False, soft_wrap=True)
+        say(console, f"  {told or 'did not come again'}")
         again = again or told is not None
     return again
 

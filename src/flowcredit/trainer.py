@@ -12,7 +12,7 @@ from rich.console import Console
 from flowcredit.assembly import Setup, assemble, build_grid
 from flowcredit.comparison import Evaluation, alarms, evaluation_table, format_summary, summarise
 from flowcredit.config import Recipe
-from flowcredit.console import Monitor
+from flowcredit.console import Monitor, say
 from flowcredit.distributed import World, joined
 from flowcredit.errors import InputError
 from flowcredit.evaluate import evaluate
@@ -68,7 +68,7 @@ def resume(run_dir: Path, overrides: Sequence[str] = (), console: Console | None
     with joined(recipe.parallel.timeout_s) as world, _owned(folder, world):
         console = _console(console, world)
         for note in left.notes:
-            console.print(note, highlight=False, soft_wrap=True)
+            say(console, note)
         setup = assemble(recipe, world)
         progress = start(setup, world)
         if left.checkpoint is not None:
@@ -76,7 +76,7 @@ def resume(run_dir: Path, overrides: Sequence[str] = (), console: Console | None
         if world.first:
             folder.write_recipe(recipe)
             folder.cut_log(progress.iteration)
-        console.print(f"resuming {run_dir} after iteration {progress.iteration}", highlight=False)
+        say(console, f"resuming {run_dir} after iteration {progress.iteration}")
         _run(setup, folder, progress, console)
 
 
@@ -307,14 +307,10 @@ def _finish(setup: Setup, folder: RunFolder, progress: Progress, console: Consol
     before = load_evaluation(folder.evaluation(0))[0] if folder.evaluation(0).exists() else None
     write_model_card(folder.final, setup.recipe, type(setup.model.pipeline).__name__, before, after)
     console.print(evaluation_table(after) if before is None else evaluation_table(before, after))
-    console.print(
-        f"weights for diffusers (dtype=torch.float32 or bfloat16): {folder.final}",
-        highlight=False,
-        soft_wrap=True,
-    )
+    say(console, f"weights for diffusers (dtype=torch.float32 or bfloat16): {folder.final}")
     try:
         from flowcredit.report import build_report
 
-        console.print(f"report: {build_report(folder.path)}", highlight=False, soft_wrap=True)
+        say(console, f"report: {build_report(folder.path)}")
     except InputError as error:
-        console.print(f"no report: {error}", highlight=False, soft_wrap=True)
+        say(console, f"no report: {error}")

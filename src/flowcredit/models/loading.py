@@ -11,6 +11,7 @@ from torch import Tensor
 
 from flowcredit.errors import InputError
 from flowcredit.interfaces import FlowModel
+from flowcredit.models.parts import LIBRARIES
 from flowcredit.quiet import quiet_libraries
 
 if TYPE_CHECKING:
@@ -134,6 +135,7 @@ def _adapter_for(folder: Path) -> str:
             f"{folder / 'model_index.json'}: pipeline class {name!r} has no adapter; "
             f"expected one of {', '.join(sorted(ADAPTERS))}"
         )
+    _check_libraries(folder, index)
     _check_components(folder, index)
     return ADAPTERS[name]
 
@@ -181,6 +183,35 @@ def _read_index(folder: Path) -> dict[str, Any]:
     if not isinstance(index, dict):
         raise InputError(f"{file}: a JSON {type(index).__name__}; expected an object with _class_name")
     return index
+
+
+def _check_libraries(folder: Path, index: Mapping[str, Any]) -> None:
+    """InputError for a part whose class lies elsewhere: diffusers would import whatever module is named.
+
+    Some parts, such as a safety checker, lie in a pipeline's own folder within diffusers.
+    """
+    import diffusers
+
+    own = Path(diffusers.__file__).parent / "pipelines"
+    for name, entry in index.items():
+        if not isinstance(entry, list):
+            continue
+        if not name.isidentifier():
+            raise InputError(
+                f"{folder / 'model_index.json'}: a part is called {name!r}; expected the name of a folder"
+                " beside it, in letters, digits and underscores"
+            )
+        if entry[:1] == [None]:
+            continue
+        library = entry[0] if len(entry) == 2 and all(isinstance(word, str) for word in entry) else None
+        if library in LIBRARIES or (
+            library is not None and library.isidentifier() and (own / library / "__init__.py").is_file()
+        ):
+            continue
+        raise InputError(
+            f"{folder / 'model_index.json'}: {name} is {json.dumps(entry)[:80]}; expected a class of"
+            " diffusers or transformers: code of other modules, or from the folder itself, is never run"
+        )
 
 
 def _check_components(folder: Path, index: Mapping[str, Any]) -> None:

@@ -6,7 +6,7 @@ from rich.console import Console
 
 from flowcredit.assembly import assemble
 from flowcredit.config import Recipe
-from flowcredit.console import Monitor
+from flowcredit.console import Monitor, say
 from flowcredit.diagnostics import Diagnosis, diagnose, evaluations, gains, rank_correlations, variance_shares
 from flowcredit.evaluate import weights_of
 from flowcredit.recipe_io import dump_recipe
@@ -28,8 +28,8 @@ def diagnose_command(recipe: Recipe, run_dir: Path | None, out: Path, prompts: i
         found = diagnose(setup, prompts, monitor.advance)
     write_diagnosis(found, out, recipe.name, dump_recipe(recipe))
     for line in _lines(found):
-        console.print(line, highlight=False)
-    console.print(f"figures and page: {out / 'diagnosis.html'}", highlight=False, soft_wrap=True)
+        say(console, line)
+    say(console, f"figures and page: {out / 'diagnosis.html'}")
 
 
 def _lines(diagnosis: Diagnosis) -> list[str]:
