@@ -139,7 +139,7 @@ class World:
                 parameter.grad = torch.zeros_like(parameter)
             groups.setdefault((parameter.grad.dtype, parameter.grad.device), []).append(parameter.grad)
         for grads in groups.values():
-            for part in _messages(grads):
+            for part in messages(grads):
                 flat = torch.cat([grad.flatten() for grad in part])
                 with self._meeting():
                     dist.all_reduce(flat)
@@ -153,7 +153,7 @@ class World:
                 dist.barrier()
 
 
-def _messages(grads: Sequence[Tensor]) -> Iterator[list[Tensor]]:
+def messages(grads: Sequence[Tensor]) -> Iterator[list[Tensor]]:
     """Gradients in order, so many together that they are ``MESSAGE`` numbers, or one that has more alone."""
     part: list[Tensor] = []
     count = 0

@@ -284,7 +284,7 @@ class Heartbeat:
         if waits_since is None:
             return
         self._listen()
-        # Silence alone is no death: a library that writes a large file may hold up every thread of its process.
+        # Silence alone is no death: a library that writes a large file may hold up all threads of a process.
         if time.monotonic() - waits_since < self.timeout_s:
             return
         failure = Failure(self.rank, self._missing(broken=False), FAULT, socket.gethostname())
