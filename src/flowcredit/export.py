@@ -7,7 +7,8 @@ from pathlib import Path
 from torch import Tensor
 
 from flowcredit.errors import InputError
-from flowcredit.models.loading import PipelineFlow, components
+from flowcredit.models.loading import PipelineFlow
+from flowcredit.pipeline_folder import components
 from flowcredit.quiet import quiet_libraries
 
 LORA_FILE = "pytorch_lora_weights.safetensors"

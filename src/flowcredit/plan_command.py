@@ -8,19 +8,22 @@ from flowcredit import algorithms
 from flowcredit.config import Recipe
 from flowcredit.memory.estimate import Estimate, Part, estimate
 from flowcredit.plan_picture import describe
+from flowcredit.readiness import look_over, notes
 
 GIB = 2**30
 LOOKED_AT = 1000
 """Iterations whose trees are compared."""
 
 
-def plan_command(recipe: Recipe, as_json: bool) -> str:
-    """The text, or one JSON object. Raises InputError for model files that cannot be read."""
+def plan_command(recipe: Recipe, as_json: bool, processes: int | None = None) -> str:
+    """The text, or one JSON object. Raises InputError for what would be refused once it is loaded."""
+    missing = look_over(recipe)
     method = algorithms.build(recipe.algorithm, recipe.seed)
     tree = method.plan
-    found = estimate(recipe)
+    found = estimate(recipe, processes)
     if as_json:
-        return json.dumps(_as_object(recipe, method, found), ensure_ascii=False, indent=2)
+        known = _as_object(recipe, method, found) | {"not_there": missing, "notes": notes(recipe)}
+        return json.dumps(known, ensure_ascii=False, indent=2)
     lines = [describe(tree)]
     if tree.trajectory_evaluations is not None:
         lines.append(f"velocity evaluations for one trajectory: {tree.trajectory_evaluations}")
@@ -30,7 +33,11 @@ def plan_command(recipe: Recipe, as_json: bool) -> str:
         )
     lines += _changes(recipe, method)
     lines += ["", *_cost_table(recipe, method), ""]
-    return "\n".join([*lines, *_memory_lines(recipe, found)])
+    lines += [*_memory_lines(recipe, found), *(("", *notes(recipe)) if notes(recipe) else ())]
+    if missing:
+        lines += ["", "not there yet; check and train refuse the recipe without:"]
+        lines += [f"  {line}" for line in missing]
+    return "\n".join(lines)
 
 
 def _changes(recipe: Recipe, method: algorithms.Algorithm) -> list[str]:

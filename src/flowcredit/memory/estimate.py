@@ -4,7 +4,6 @@ Counted are tensors. A process takes more: the device's own context, what its al
 the workspaces of convolutions and matrix products. Not counted are the passes of text encoders and rewards.
 """
 
-from collections.abc import Collection
 from dataclasses import dataclass, field
 from functools import partial
 from math import prod
@@ -13,6 +12,7 @@ from pathlib import Path
 from flowcredit import algorithms
 from flowcredit.config import Recipe, WatchedReward
 from flowcredit.errors import InputError
+from flowcredit.limits import ends_in
 from flowcredit.memory.activations import Passes, decoding, image_bytes
 from flowcredit.memory.families import FAMILIES, inputs_of, network_of, rows_per_evaluation
 from flowcredit.memory.folders import (
@@ -74,7 +74,7 @@ def find_pipeline(recipe: Recipe) -> Pipeline | None:
     return found if found is not None and found.kind in FAMILIES else None
 
 
-def estimate(recipe: Recipe) -> Estimate | None:
+def estimate(recipe: Recipe, processes: int | None = None) -> Estimate | None:
     """Parameters and memory of a recipe; None where neither folder nor a published config tells.
 
     Of the first iteration's tree. Raises InputError for files that cannot be read.
@@ -82,12 +82,18 @@ def estimate(recipe: Recipe) -> Estimate | None:
     pipeline = find_pipeline(recipe)
     if pipeline is None:
         return None
+    missing = [name for name in (FAMILIES[pipeline.kind].part, "vae") if name not in pipeline.parts]
+    if missing:
+        raise InputError(
+            f"model {recipe.model.path}: model_index.json lists no {missing[0]}; expected a whole"
+            f" {pipeline.kind}"
+        )
     try:
         return _Reckoning(recipe, algorithms.build(recipe.algorithm, recipe.seed), pipeline).estimate()
     except (KeyError, TypeError) as error:
         raise InputError(
-            f"model {recipe.model.path}: a config.json lacks {error} of its class; expected the configs that"
-            " diffusers writes"
+            f"model {recipe.model.path}: a config.json holds a value of another kind ({error}); expected the"
+            " configs that diffusers writes"
         ) from None
 
 
@@ -119,7 +125,7 @@ class _Reckoning:
                 self.gpu,
                 self.full,
                 0 if self.full else recipe.weights.rank,
-                partial(_ends_in, targets),
+                partial(ends_in, targets),
                 recipe.train.gradient_checkpointing,
             )
         self.targets = targets
@@ -135,10 +141,10 @@ class _Reckoning:
             layers = [
                 shape
                 for name, shape in shapes.items()
-                if len(shape) == 2 and _ends_in(self.targets, name.removesuffix(".weight"))
+                if len(shape) == 2 and ends_in(self.targets, name.removesuffix(".weight"))
             ]
         elif self.passes is not None:
-            layers = [s for name, s in self.passes.linear_layers().items() if _ends_in(self.targets, name)]
+            layers = [s for name, s in self.passes.linear_layers().items() if ends_in(self.targets, name)]
         else:
             return None
         return sum(self.recipe.weights.rank * sum(shape) for shape in layers)
@@ -319,10 +325,6 @@ _UNCOUNTED = ("CLIPTokenizer", "T5TokenizerFast", "StableDiffusionSafetyChecker"
 
 def _times(count: int | None, width: int) -> int | None:
     return None if count is None else count * width
-
-
-def _ends_in(targets: Collection[str], name: str) -> bool:
-    return any(name == target or name.endswith("." + target) for target in targets)
 
 
 def _reward_part(reward: WatchedReward) -> Part:

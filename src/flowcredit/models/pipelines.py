@@ -20,6 +20,7 @@ from diffusers.utils import logging as diffusers_logging
 from safetensors import SafetensorError
 from torch import Tensor
 
+from flowcredit import limits
 from flowcredit.errors import InputError
 from flowcredit.interfaces import Conditioning
 from flowcredit.models.parts import load_modules, not_loadable
@@ -141,37 +142,22 @@ def check_flow_scheduler(scheduler: object, source: Path) -> None:
         )
 
 
-def check_settings(settings: PipelineSettings, *, unit: int, longest: int | None) -> None:
+def check_settings(
+    settings: PipelineSettings, *, unit: int, longest: int | None, largest: int | None = None
+) -> None:
     """InputError for sizes that are no multiples of ``unit`` pixels, and for other settings out of range.
 
     ``longest`` is the most text tokens that the pipeline takes; None where it has one length only.
     """
-    _check_size("height", settings.height, unit)
-    _check_size("width", settings.width, unit)
-    if longest is not None and not 1 <= settings.max_sequence_length <= longest:
-        raise InputError(
-            f"max_sequence_length is {settings.max_sequence_length} tokens; expected 1 to {longest}"
-        )
+    limits.check_size(settings.height, settings.width, unit, largest)
+    limits.check_text_length(settings.max_sequence_length, longest)
     if settings.decode_batch_size < 1:
         raise InputError(f"decode_batch_size is {settings.decode_batch_size}; expected at least 1")
 
 
 def check_negative_prompt(settings: PipelineSettings, *, used: bool) -> None:
     """InputError for a negative prompt that nothing would read."""
-    if settings.negative_prompt and not used:
-        raise InputError(
-            f"negative_prompt is {settings.negative_prompt!r}, but this model reads none at guidance_scale"
-            f" {settings.guidance_scale:g}; expected an empty one, or classifier-free guidance above 1"
-        )
-
-
-def _check_size(name: str, pixels: int, unit: int) -> None:
-    if pixels < unit or pixels % unit != 0:
-        below = max(unit, pixels // unit * unit)
-        raise InputError(
-            f"{name} is {pixels} pixels; "
-            f"this model makes multiples of {unit}, such as {below} or {below + unit}"
-        )
+    limits.check_negative_prompt(settings.negative_prompt, settings.guidance_scale, used)
 
 
 def encode_prompts(
