@@ -74,5 +74,6 @@ def test_what_is_no_lora_is_refused(tmp_path: Path) -> None:
     other = load(build_tiny_sd3(tmp_path / "sd3"))
     train_stand_in(other, "lora")
     lora = export_weights(other, tmp_path / "lora")
-    with pytest.raises(InputError, match=r"model\.lora .*lora: cannot be put on this FluxPipeline"):
+    # Told by the names in its file, not by what the libraries say of it ("safe to ignore").
+    with pytest.raises(InputError, match=r"lora: is no LoRA for this FluxTransformer2DModel: it adapts \S+"):
         load(folder, lora)

@@ -223,11 +223,22 @@ def plan(
     source: RecipeOrRun,
     overrides: Overrides = None,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object instead of tables.")] = False,
+    processes: Annotated[
+        int | None,
+        typer.Option(
+            metavar="N",
+            min=1,
+            max=100_000,
+            help="Processes under torchrun; memory is then that of each. 1, or 2 where weights are sharded.",
+            show_default=False,
+        ),
+    ] = None,
 ) -> None:
     """Show a recipe's rollout tree, what an iteration costs, what is trained, how much memory it will take.
 
     Nothing is loaded or run: parameters and memory come from the model's configs and the headers of its
-    files, or from its published config where it is not there yet.
+    files, or from its published config where it is not there yet. What cannot work is refused, what is
+    not there yet is listed.
 
     [cyan]flowcredit plan recipes/shapes_g2rpo.yaml[/cyan]
 
@@ -236,7 +247,7 @@ def plan(
     settings, _ = open_source(source, overrides)
     from flowcredit.plan_command import plan_command
 
-    typer.echo(plan_command(settings, as_json))
+    typer.echo(plan_command(settings, as_json, processes))
 
 
 @app.command()

@@ -26,6 +26,16 @@ def check_fit(recipe: Recipe, pipeline: Pipeline, folder: Path) -> list[str]:
 
     Raises InputError for what is there and does not fit: sizes, targets, weights at odds with their config.
     """
+    try:
+        return _check_fit(recipe, pipeline, folder)
+    except (KeyError, TypeError) as error:
+        raise InputError(
+            f"model {recipe.model.path}: a config.json holds a value of another kind ({error}); expected the"
+            " configs that diffusers writes"
+        ) from None
+
+
+def _check_fit(recipe: Recipe, pipeline: Pipeline, folder: Path) -> list[str]:
     family = FAMILIES[pipeline.kind]
     check_limits(recipe, pipeline)
     network = pipeline.parts[family.part]

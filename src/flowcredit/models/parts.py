@@ -15,6 +15,7 @@ from safetensors import SafetensorError, safe_open
 from torch import nn
 
 from flowcredit.errors import InputError
+from flowcredit.pipeline_folder import no_weights, weight_files
 
 LIBRARIES = ("diffusers", "transformers")
 UNCOUNTED = "position_ids"
@@ -85,7 +86,9 @@ def _load(kind: Any, folder: Path, name: str, part: Any, dtype: torch.dtype) -> 
 
 
 def _check_files(where: Path) -> None:
-    """InputError for files that break off or are of another format; their headers alone are read."""
+    """InputError for files that are not there, break off or are of another format; headers alone are read."""
+    if not weight_files(where):
+        raise InputError(no_weights(where))
     for file in sorted(where.glob("*.safetensors")):
         try:
             with safe_open(file, framework="pt"):

@@ -23,6 +23,7 @@ from torch import Tensor
 from flowcredit import limits
 from flowcredit.errors import InputError
 from flowcredit.interfaces import Conditioning
+from flowcredit.lora_file import check_lora
 from flowcredit.models.parts import load_modules, not_loadable
 from flowcredit.models.places import at_work, divide_decoding, settle
 from flowcredit.models.text_cache import TextCache
@@ -101,7 +102,7 @@ def load_pipeline(
     except (OSError, ValueError, RuntimeError, TypeError, KeyError, AttributeError) as error:
         raise InputError(not_loadable(folder, kind, error)) from error
     if settings.lora is not None:
-        _fuse_lora(pipeline, settings.lora)
+        _fuse_lora(pipeline, settings.lora, part)
     for component in pipeline.components.values():
         if isinstance(component, torch.nn.Module):
             component.requires_grad_(False).eval()
@@ -112,10 +113,13 @@ def load_pipeline(
     return pipeline
 
 
-def _fuse_lora(pipeline: Any, lora: Path) -> None:
+def _fuse_lora(pipeline: Any, lora: Path, part: str) -> None:
     """Add a LoRA, as diffusers' ``save_lora_weights`` writes it, to the weights."""
     if not lora.exists():
         raise InputError(f"model.lora {lora}: nothing there; expected a LoRA's folder or .safetensors file")
+    network = pipeline.components[part]
+    shapes = {name: tuple(value.shape) for name, value in network.named_parameters()}
+    check_lora(lora, part, type(network).__name__, shapes)
     file = {} if lora.is_dir() else {"weight_name": lora.name}
     level = diffusers_logging.get_verbosity()
     diffusers_logging.set_verbosity(logging.CRITICAL)  # What it logs is in the exception.
@@ -127,6 +131,9 @@ def _fuse_lora(pipeline: Any, lora: Path) -> None:
         pipeline.fuse_lora()
     except (OSError, ValueError, RuntimeError, RuntimeWarning, KeyError, SafetensorError) as error:
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        if isinstance(error, RuntimeWarning):
+            # The libraries' warning goes on to say that all may be well.
+            reason = f"none, or a part alone, of its layers are those of the {part}"
         kind = type(pipeline).__name__
         raise InputError(f"model.lora {lora}: cannot be put on this {kind}: {reason}") from error
     finally:

@@ -2,6 +2,7 @@
 
 import functools
 import importlib
+import importlib.util
 import inspect
 import os
 import sys
@@ -14,6 +15,7 @@ from torch import Tensor
 from flowcredit.errors import InputError
 from flowcredit.interfaces import Reward
 from flowcredit.known_rewards import REGISTERED, Options, check_name, nearest, reward_names, take_options
+from flowcredit.rewards.service import read_options
 from flowcredit.scoring import columns_of
 
 __all__ = ["check_reward", "load_reward", "required_columns", "reward_names"]
@@ -52,18 +54,24 @@ def required_columns(reward: Reward) -> tuple[str, ...]:
 
 
 def check_reward(name: str, options: Options) -> None:
-    """What `load_reward` refuses, as far as it can be told without making the reward: an own one's module is
-    imported."""
+    """What `load_reward` refuses, as far as it can be told without making the reward, or importing one's own
+    module, which may load what it likes."""
     check_name(name)
     kind = name.partition("/")[0]
     if kind in REGISTERED:
         _maker(kind, options)
+        settings = REGISTERED[kind].settings
+        if settings is not None:
+            source = importlib.import_module(f"flowcredit.rewards.{REGISTERED[kind].module}")
+            read_options(vars(source)[settings], kind, options)
         return
-    found = _import(name)
-    parameters = _parameters(name, found)
-    if not isinstance(found, type):
-        _check_options(name, options, parameters)
-        _check_arguments(name, parameters)
+    module = _module_name(name)
+    try:
+        found = importlib.util.find_spec(module)
+    except Exception as error:
+        raise _not_imported(name, error) from error
+    if found is None:
+        raise _not_imported(name, ModuleNotFoundError(f"No module named {module!r}"))
 
 
 def _load_registered(name: str, options: Options, device: torch.device) -> Reward:
@@ -113,7 +121,8 @@ def _load_own(name: str, options: Options, device: torch.device) -> Reward:
     return cast(Reward, _bind(found, options) if options else found)
 
 
-def _import(name: str) -> Any:
+def _module_name(name: str) -> str:
+    """The module of ``module:attribute``, which can be found from here on."""
     module_name, _, attribute = name.partition(":")
     if not all(part.isidentifier() for part in (*module_name.split("."), attribute)):
         raise InputError(
@@ -123,13 +132,22 @@ def _import(name: str) -> Any:
     # A console script does not see the folder it is run from, where a user's own module usually lies.
     if os.getcwd() not in sys.path and "" not in sys.path:
         sys.path.append(os.getcwd())
+    return module_name
+
+
+def _not_imported(name: str, error: Exception) -> InputError:
+    return InputError(
+        f"reward {name!r}: importing {name.partition(':')[0]!r} raised {type(error).__name__}: {error};"
+        " expected a module on the import path or in the current folder"
+    )
+
+
+def _import(name: str) -> Any:
+    module_name, attribute = _module_name(name), name.partition(":")[2]
     try:
         module = importlib.import_module(module_name)
     except Exception as error:
-        raise InputError(
-            f"reward {name!r}: importing {module_name!r} raised {type(error).__name__}: {error}; expected a "
-            "module on the import path or in the current folder"
-        ) from error
+        raise _not_imported(name, error) from error
     members = vars(module)
     if attribute not in members:
         public = [member for member in members if not member.startswith("_")]
