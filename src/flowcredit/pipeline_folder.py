@@ -142,3 +142,17 @@ def read_header(file: Path) -> dict[str, tuple[int, ...]]:
             " download cut short?"
         )
     return shapes
+
+
+def sort_metadata(file: Path) -> None:
+    """Write a safetensors file anew with its metadata in the order of their names.
+
+    The library keeps them in a table of random order, so that equal content gives other bytes each time.
+    """
+    whole = file.read_bytes()
+    (length,) = struct.unpack("<Q", whole[:8])
+    header = json.loads(whole[8 : 8 + length])
+    header["__metadata__"] = dict(sorted(header.get("__metadata__", {}).items()))
+    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % 8)
+    file.write_bytes(struct.pack("<Q", len(text)) + text + whole[8 + length :])

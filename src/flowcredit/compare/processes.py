@@ -196,7 +196,8 @@ def _reason(code: int, path: Path) -> str:
     if code <= 0 or not path.is_file():
         return ""
     said = path.read_text(encoding="utf-8", errors="replace")
-    lines = [line.strip() for line in said.rpartition("\n$ ")[2].splitlines()[1:] if line.strip()]
+    started = max(said.rfind("\n$ ") + 1, 0)
+    lines = [line.strip() for line in said[started:].splitlines() if line.strip() and line[:2] != "$ "]
     own = [line.removeprefix("flowcredit: ") for line in lines if line.startswith("flowcredit: ")]
     found = own[-1:] or lines[-1:]
     return f", {found[0]}" if found else ""
