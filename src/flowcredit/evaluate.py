@@ -7,7 +7,9 @@ import json
 import re
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import NoReturn
 
@@ -16,16 +18,19 @@ import torch
 from rich.console import Console
 from torch import Tensor
 
+from flowcredit.background import ready, submitting
 from flowcredit.comparison import Evaluation, evaluation_table, steps_table, summarise
-from flowcredit.config import EvaluationSettings, Recipe, ScoringSettings
+from flowcredit.config import Recipe
 from flowcredit.distributed import ALONE, World
 from flowcredit.errors import InputError
 from flowcredit.image_grid import save_grid, save_image
 from flowcredit.interfaces import FlowModel, Reward
+from flowcredit.leaf_scoring import decode_images
 from flowcredit.plan import Plan, Segment
 from flowcredit.prompts import PromptSet, check_group_by, load_prompts
 from flowcredit.rollout import KeyedNoise, rollout
-from flowcredit.scoring import check_columns, decode_images, score_images
+from flowcredit.running import EvaluationSettings, ScoringSettings
+from flowcredit.scoring import check_columns, score_images
 
 __all__ = [
     "Evaluation",
@@ -99,31 +104,27 @@ def evaluate(
     share, began = world.share(len(chosen)), time.monotonic()
     mine = chosen.take(share.places)
     shown = max(0, min(share.own, settings.images - share.places[0]))
+    tell = progress or (lambda done: None)
     kept: list[Tensor] = []
-    parts = [torch.empty(len(rewards), 0)]
+    parts: list[Future[Tensor]] = []
     start = 0
-    for images in sample(
-        model,
-        chosen.prompts,
-        grid,
-        seed=settings.seed,
-        batch_size=settings.batch_size,
-        progress=progress,
-        places=share.places,
-    ):
-        rows = slice(start, min(start + len(images), share.own))
-        kept.append(images[: max(0, shown - start)].cpu())
-        start += len(images)
-        if rows.start < rows.stop:
-            parts.append(
-                _scored(
-                    rewards,
-                    images[: rows.stop - rows.start],
-                    mine.take(range(rows.start, rows.stop)),
-                    scoring,
-                )
-            )
-    scores = world.gathered(torch.cat(parts, dim=1), dim=1)
+    with submitting(scoring.overlap, lambda: tell(0)) as submit:
+        for images in sample(
+            model,
+            chosen.prompts,
+            grid,
+            seed=settings.seed,
+            batch_size=settings.batch_size,
+            progress=progress,
+            places=share.places,
+        ):
+            rows = range(start, min(start + len(images), share.own))
+            kept.append(images[: max(0, shown - start)].cpu())
+            start += len(images)
+            if rows:
+                parts.append(submit(partial(_scored, rewards, images[: len(rows)], mine.take(rows), scoring)))
+        found = [_waited(part, tell) for part in parts]
+    scores = world.gathered(torch.cat([torch.empty(len(rewards), 0), *found], dim=1), dim=1)
     pictures = world.gathered(torch.cat(kept))
     return Evaluation(
         iteration=iteration,
@@ -134,6 +135,12 @@ def evaluate(
         seconds=time.monotonic() - began,
         images=pictures,
     )
+
+
+def _waited(part: Future[Tensor], tell: Progress) -> Tensor:
+    while not ready(part):
+        tell(0)
+    return part.result()
 
 
 def _scored(

@@ -1,96 +1,39 @@
 """The loop: sample, roll out, score, credit, update. It names no method, no model and no reward."""
 
-import signal
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
 from pathlib import Path
-from types import FrameType
 
-import torch
 from rich.console import Console
-from torch import Tensor
 
 from flowcredit.assembly import Setup, assemble, build_grid
-from flowcredit.checkpoint import Checkpoint, optimizer_tensors, restore_optimizer, save_checkpoint
 from flowcredit.comparison import alarms, evaluation_table, format_summary, summarise
 from flowcredit.config import Recipe
 from flowcredit.console import Monitor
-from flowcredit.distributed import ALONE, World, joined
+from flowcredit.distributed import World, joined
 from flowcredit.errors import InputError
 from flowcredit.evaluate import evaluate
 from flowcredit.evaluation_files import load_evaluation, save_evaluation
 from flowcredit.experience import Experience, collect
 from flowcredit.export import export_weights
 from flowcredit.image_pairs import PairError
+from flowcredit.interrupts import holding_interrupts
 from flowcredit.introduction import introduce
 from flowcredit.model_card import write_model_card
+from flowcredit.progress import Progress, put_back, save, start
 from flowcredit.prompts import iteration_prompts
 from flowcredit.resuming import read_back
 from flowcredit.run_folder import RunFolder
 from flowcredit.scoring import RewardError
-from flowcredit.sharding import parted, whole
+from flowcredit.sharding import whole
 from flowcredit.training_log import Record, iteration_line, iteration_record
 from flowcredit.update import UpdateMetrics, learning_rate, update_policy
-from flowcredit.weights import EMA, fingerprints, trainable_parameters
+from flowcredit.weights import fingerprints, trainable_parameters
 
 SILENT_ITERATIONS = 5
 """A run that has learned nothing in its first iterations, so many, is stopped."""
-
-TOTALS = ("velocity_evaluations", "decodes", "reward_calls", "seconds")
-
-
-@dataclass
-class Progress:
-    """What changes while a run goes on: weights, optimizer, averages and counts."""
-
-    parameters: dict[str, torch.nn.Parameter]
-    optimizer: torch.optim.Optimizer
-    ema: EMA | None
-    world: World = ALONE
-    iteration: int = 0
-    totals: dict[str, float] = field(default_factory=lambda: dict.fromkeys(TOTALS, 0.0))
-
-
-class _Interrupt:
-    """Ctrl-C, held back while weights change: the first asks the loop to stop, the second stops at once.
-
-    Of several processes none stops before all have agreed to, between two iterations.
-    """
-
-    def __init__(self, world: World) -> None:
-        self.asked = False
-        self.world = world
-
-    def __call__(self, number: int, frame: FrameType | None) -> None:
-        if self.asked and self.world.size == 1:
-            raise KeyboardInterrupt
-        self.asked = True
-
-    def check(self) -> None:
-        """Stop here if it was asked for: nothing is lost at this point."""
-        if self.asked and self.world.size == 1:
-            raise KeyboardInterrupt
-
-    def agree(self) -> None:
-        """Stop here, all processes together, if any was asked to."""
-        if any(self.world.largest([int(self.asked)])):
-            raise KeyboardInterrupt
-
-
-@contextmanager
-def _holding_interrupts(world: World) -> Iterator[_Interrupt]:
-    held = _Interrupt(world)
-    try:
-        before = signal.signal(signal.SIGINT, held)
-    except ValueError:  # Signals belong to the main thread; elsewhere there is no Ctrl-C to hold.
-        yield held
-        return
-    try:
-        yield held
-    finally:
-        signal.signal(signal.SIGINT, before)
 
 
 def train(recipe: Recipe, run_dir: Path, console: Console | None = None) -> None:
@@ -108,7 +51,7 @@ def train(recipe: Recipe, run_dir: Path, console: Console | None = None) -> None
         if world.first:
             folder.create(recipe)
         with _owned(folder, world):
-            _run(setup, folder, _start(setup, world), console)
+            _run(setup, folder, start(setup, world), console)
 
 
 def resume(run_dir: Path, overrides: Sequence[str] = (), console: Console | None = None) -> None:
@@ -123,9 +66,9 @@ def resume(run_dir: Path, overrides: Sequence[str] = (), console: Console | None
         for note in left.notes:
             console.print(note, highlight=False, soft_wrap=True)
         setup = assemble(recipe, world)
-        progress = _start(setup, world)
+        progress = start(setup, world)
         if left.checkpoint is not None:
-            _put_back(progress, left.checkpoint)
+            put_back(progress, left.checkpoint)
         if world.first:
             folder.write_recipe(recipe)
             folder.cut_log(progress.iteration)
@@ -142,31 +85,6 @@ def _owned(folder: RunFolder, world: World) -> AbstractContextManager[None]:
     return folder.owned() if world.first else nullcontext()
 
 
-def _put_back(progress: Progress, checkpoint: Checkpoint) -> None:
-    with torch.no_grad():
-        for name, parameter in progress.parameters.items():
-            parameter.copy_(parted(checkpoint.groups["weights"][name], parameter))
-    restore_optimizer(progress.optimizer, progress.parameters, checkpoint.groups["optimizer"])
-    if progress.ema is not None:
-        progress.ema.load_state_dict(checkpoint.groups["ema"])
-    progress.iteration = checkpoint.iteration
-    progress.totals.update(checkpoint.state["totals"])
-
-
-def _start(setup: Setup, world: World) -> Progress:
-    settings = setup.recipe.train
-    parameters = trainable_parameters(setup.model.network)
-    optimizer = torch.optim.AdamW(
-        parameters.values(),
-        lr=settings.learning_rate,
-        betas=settings.betas,
-        eps=settings.adam_epsilon,
-        weight_decay=settings.weight_decay,
-    )
-    ema = EMA(setup.model.network, settings.ema_decay) if settings.ema_decay > 0 else None
-    return Progress(parameters, optimizer, ema, world)
-
-
 def _run(setup: Setup, folder: RunFolder, progress: Progress, console: Console) -> None:
     recipe, world = setup.recipe, progress.world
     total = recipe.train.iterations
@@ -175,7 +93,7 @@ def _run(setup: Setup, folder: RunFolder, progress: Progress, console: Console) 
     silent = 0
     with (
         Monitor(console, total, progress.iteration, recipe.logging.every) as monitor,
-        _holding_interrupts(world) as held,
+        holding_interrupts(world) as held,
     ):
         try:
             _evaluate_if_due(setup, folder, progress, monitor, held.check)
@@ -184,7 +102,7 @@ def _run(setup: Setup, folder: RunFolder, progress: Progress, console: Console) 
                 if world.first:
                     folder.append_log(record)
                 if progress.iteration % recipe.checkpoint.every == 0 or progress.iteration == total:
-                    _save(folder, progress, recipe)
+                    save(folder, progress, recipe)
                     saved = progress.iteration
                 monitor.finish_iteration(iteration_line(tuple(setup.rewards), record))
                 silent = silent + 1 if record.get("dead_groups") == 1 else 0
@@ -195,7 +113,7 @@ def _run(setup: Setup, folder: RunFolder, progress: Progress, console: Console) 
             # None of them comes while weights change. An error is one process's own: the others are not here.
             together = world.size == 1 or isinstance(stop, KeyboardInterrupt)
             if together and progress.iteration > saved:
-                _save(folder, progress, recipe)
+                save(folder, progress, recipe)
             raise
     _finish(setup, folder, progress, console)
     world.wait()
@@ -234,7 +152,9 @@ def _iterate(setup: Setup, progress: Progress, monitor: Monitor, check: Callable
     progress.iteration += 1
     _count(progress, found, time.monotonic() - began)
     record: Record = {"iteration": progress.iteration, "learning_rate": rate, "prompts": len(prompts)}
-    record |= iteration_record(tuple(setup.rewards), found.scores, found.counts, found.advantages, metrics)
+    record |= iteration_record(
+        tuple(setup.rewards), found.scores, found.counts, found.advantages, metrics, found.spread
+    )
     return record | progress.totals
 
 
@@ -360,17 +280,3 @@ def _finish(setup: Setup, folder: RunFolder, progress: Progress, console: Consol
         console.print(f"report: {build_report(folder.path)}", highlight=False, soft_wrap=True)
     except InputError as error:
         console.print(f"no report: {error}", highlight=False, soft_wrap=True)
-
-
-def _save(folder: RunFolder, progress: Progress, recipe: Recipe) -> None:
-    groups: dict[str, dict[str, Tensor]] = {
-        "weights": dict(progress.parameters),
-        "optimizer": optimizer_tensors(progress.optimizer, progress.parameters),
-    }
-    if progress.ema is not None:
-        groups["ema"] = progress.ema.state_dict()
-    groups = {name: whole(tensors, progress.world) for name, tensors in groups.items()}
-    if not progress.world.first:
-        return
-    state = {"totals": progress.totals, "recipe": recipe.model_dump(mode="json")}
-    save_checkpoint(folder.checkpoints, progress.iteration, groups, state, recipe.checkpoint.keep_last)
