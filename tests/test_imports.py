@@ -13,7 +13,7 @@ ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "src" / "flowcredit"
 
 FLOORS = (
-    ("errors",),
+    ("errors", "nearest"),
     ("distributed", "background"),
     ("sharding", "interrupts"),
     (

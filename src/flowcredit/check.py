@@ -16,6 +16,7 @@ from flowcredit.config import Recipe
 from flowcredit.experience import collect
 from flowcredit.models.own_call import pipeline_images
 from flowcredit.plan import Plan, Segment
+from flowcredit.readiness import notes
 from flowcredit.rollout import rollout
 from flowcredit.scoring import score_images
 from flowcredit.update import UpdateMetrics, update_policy
@@ -48,6 +49,8 @@ def check_command(recipe: Recipe, console: Console | None = None) -> bool:
     """
     console = console or Console()
     console.print(f"checking {recipe.name} on {recipe.model.path}", highlight=False, soft_wrap=True)
+    for note in notes(recipe):
+        console.print(note, highlight=False, soft_wrap=True)
     good = True
     for finding in findings(assemble(recipe)):
         mark = "[green]ok[/green]" if finding.holds else "[red]NO[/red]"

@@ -1,12 +1,12 @@
 """The registered rewards: their names, where they are made, what options they take. Nothing heavy is
 imported."""
 
-import difflib
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from flowcredit.errors import InputError
+from flowcredit.nearest import nearest
 
 Options = Mapping[str, Any]
 FILES = ("path", "detector", "clip", "tokenizer", "processor", "head")
@@ -23,7 +23,7 @@ def check_name(name: str) -> None:
     ``module:attribute``."""
     if name.partition("/")[0] not in REGISTERED and ":" not in name:
         raise InputError(
-            f"unknown reward {name!r}{nearest(name, REGISTERED)}; known are {', '.join(reward_names())}, "
+            f"unknown reward {name!r}{meant(name, REGISTERED)}; known are {', '.join(reward_names())}, "
             "or 'module:attribute' for one of your own"
         )
 
@@ -34,15 +34,15 @@ def take_options(reward: str, options: Options, known: Collection[str]) -> Optio
         if option not in known:
             expected = f"its options are {', '.join(sorted(known))}" if known else "it has no options"
             raise InputError(
-                f"reward {reward!r}: unknown option {option!r}{nearest(option, known)}; {expected}"
+                f"reward {reward!r}: unknown option {option!r}{meant(option, known)}; {expected}"
             )
     return options
 
 
-def nearest(name: str, known: Collection[str]) -> str:
+def meant(name: str, known: Collection[str]) -> str:
     """The known name that is near, as an end to a message; empty where none is."""
-    close = difflib.get_close_matches(name, known, n=1)
-    return f" (did you mean {close[0]!r}?)" if close else ""
+    close = nearest(name, known)
+    return f" (did you mean {close!r}?)" if close else ""
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from flowcredit.background import ready, settle, thread_like_this
-from flowcredit.errors import InputError
+from flowcredit.errors import InputError, one_line
 from flowcredit.interfaces import Reward
 
 OnError = Literal["stop", "skip"]
@@ -196,7 +196,7 @@ def _score(name: str, reward: Reward, batch: Batch, policy: Policy) -> tuple[Ten
             first = min(partial.reasons)
             at_fault, others = batch.only(slice(first, first + 1)), len(partial.reasons) - 1
             raise _failure(name, at_fault, partial.reasons[first], others) from None
-        policy.reasons.setdefault(name, partial.reasons[min(partial.reasons)])
+        policy.reasons.setdefault(name, one_line(partial.reasons[min(partial.reasons)]))
         scores, failed = _as_scores(name, partial.scores, len(batch)).clone(), len(partial.reasons)
         scores[list(partial.reasons)] = torch.nan
     except (Exception, SystemExit) as cause:
@@ -286,4 +286,4 @@ def _failure(name: str, batch: Batch, cause: str, others: int | None = None) -> 
 def _describe(cause: BaseException) -> str:
     frames = traceback.extract_tb(cause.__traceback__)
     where = f" ({Path(frames[-1].filename).name}, line {frames[-1].lineno})" if frames else ""
-    return f"{type(cause).__name__}: {cause}{where}"
+    return f"{type(cause).__name__}: {one_line(cause)}{where}"

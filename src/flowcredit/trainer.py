@@ -28,7 +28,7 @@ from flowcredit.resuming import read_back
 from flowcredit.run_folder import RunFolder
 from flowcredit.scoring import RewardError
 from flowcredit.sharding import whole
-from flowcredit.training_log import Record, iteration_line, iteration_record
+from flowcredit.training_log import Record, iteration_line, iteration_record, unscored
 from flowcredit.update import UpdateMetrics, learning_rate, update_policy
 from flowcredit.weights import fingerprints, trainable_parameters
 
@@ -90,9 +90,9 @@ def _run(setup: Setup, folder: RunFolder, progress: Progress, console: Console) 
     total = recipe.train.iterations
     introduce(setup, folder.path, console)
     saved = began_at = progress.iteration
-    silent = 0
+    silent = mute = 0
     with (
-        Monitor(console, total, progress.iteration, recipe.logging.every) as monitor,
+        Monitor(console, total, progress.iteration, recipe.logging.every, recipe.model.compile) as monitor,
         holding_interrupts(world) as held,
     ):
         try:
@@ -107,6 +107,7 @@ def _run(setup: Setup, folder: RunFolder, progress: Progress, console: Console) 
                 monitor.finish_iteration(iteration_line(tuple(setup.rewards), record))
                 silent = silent + 1 if record.get("dead_groups") == 1 else 0
                 _tell_silence(silent, progress.iteration - began_at, monitor)
+                mute = mute + _tell_mute(setup, record, mute + 1 == total, monitor)
                 _evaluate_if_due(setup, folder, progress, monitor, held.check)
                 held.agree()
         except (KeyboardInterrupt, RewardError, PairError) as stop:
@@ -130,6 +131,20 @@ def _tell_silence(silent: int, done: int, monitor: Monitor) -> None:
             " and at the rewards by flowcredit check"
         )
     monitor.say(f"nothing was learned in this iteration: {why}")
+
+
+def _tell_mute(setup: Setup, record: Record, never: bool, monitor: Monitor) -> bool:
+    """Say which trained rewards gave no score; whether none did. InputError if so ``never`` in the run."""
+    rewards = tuple(setup.rewards)
+    without = unscored(rewards, record)
+    for name in without:
+        monitor.say(f"reward {name} gave no score to any image of this iteration")
+    if never and without and without == rewards:
+        raise InputError(
+            "no reward gave a score to any image of the whole run, so it learned nothing, and no weights are"
+            " exported; look at the rewards by flowcredit check"
+        )
+    return bool(without) and without == rewards
 
 
 def _iterate(setup: Setup, progress: Progress, monitor: Monitor, check: Callable[[], None]) -> Record:

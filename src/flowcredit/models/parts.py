@@ -28,7 +28,7 @@ def load_modules(
     """The networks of a pipeline folder by name, but the ``absent`` ones; no network access.
 
     ``dtypes`` are those of some parts, ``other`` that of the rest; ``kind`` is the pipeline's class.
-    Raises InputError for weights that are missing, unknown, damaged, or of another shape.
+    Raises InputError for weights that are missing, unknown, damaged, not finite, or of another shape.
     """
     index = json.loads((folder / "model_index.json").read_text(encoding="utf-8"))
     modules = {}
@@ -82,7 +82,24 @@ def _load(kind: Any, folder: Path, name: str, part: Any, dtype: torch.dtype) -> 
         if names:
             more = f" and {len(names) - 3} more" if len(names) > 3 else ""
             raise InputError(_misfit(where, part, f"{fault}: {', '.join(names[:3])}{more}"))
+    check_finite(module, str(where))
     return module
+
+
+def check_finite(module: nn.Module, where: str) -> None:
+    """InputError where weights hold NaN or infinity, as those of a run that diverged do."""
+    bad = [
+        name
+        for name, value in module.named_parameters()
+        # The sum of a tensor shows it in one pass; only where it is not finite each number is looked at.
+        if not value.sum(dtype=torch.float32).isfinite() and not value.isfinite().all()
+    ]
+    if bad:
+        more = f" and {len(bad) - 3} more" if len(bad) > 3 else ""
+        raise InputError(
+            f"{where}: weights that hold NaN or infinity: {', '.join(bad[:3])}{more}; expected finite"
+            " numbers: the file is damaged, or of a run that diverged"
+        )
 
 
 def _check_files(where: Path) -> None:

@@ -24,7 +24,7 @@ from flowcredit import limits
 from flowcredit.errors import InputError
 from flowcredit.interfaces import Conditioning
 from flowcredit.lora_file import check_lora
-from flowcredit.models.parts import load_modules, not_loadable
+from flowcredit.models.parts import check_finite, load_modules, not_loadable
 from flowcredit.models.places import at_work, divide_decoding, settle
 from flowcredit.models.text_cache import TextCache
 from flowcredit.time_grid import check_grid
@@ -139,6 +139,7 @@ def _fuse_lora(pipeline: Any, lora: Path, part: str) -> None:
     finally:
         diffusers_logging.set_verbosity(level)
     pipeline.unload_lora_weights()
+    check_finite(network, f"model.lora {lora}")
 
 
 def check_flow_scheduler(scheduler: object, source: Path) -> None:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from flowcredit.errors import InputError
 from flowcredit.interfaces import Reward
-from flowcredit.known_rewards import REGISTERED, Options, check_name, nearest, reward_names, take_options
+from flowcredit.known_rewards import REGISTERED, Options, check_name, meant, reward_names, take_options
 from flowcredit.rewards.service import read_options
 from flowcredit.scoring import columns_of
 
@@ -153,7 +153,7 @@ def _import(name: str) -> Any:
         public = [member for member in members if not member.startswith("_")]
         raise InputError(
             f"reward {name!r}: module {module_name!r} ({module.__file__}) has no {attribute!r}"
-            f"{nearest(attribute, public)}"
+            f"{meant(attribute, public)}"
         )
     return members[attribute]
 
