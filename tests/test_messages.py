@@ -3,7 +3,8 @@
 import io
 import json
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
 
@@ -14,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from flowcredit import console as consoles
-from flowcredit.assembly import assemble, build_model
+from flowcredit.assembly import assemble
 from flowcredit.calibrate import calibrate_command
 from flowcredit.config import Recipe
 from flowcredit.console import Monitor, counted
@@ -28,7 +29,6 @@ from flowcredit.prompts import PromptSet
 from flowcredit.recipe_io import load_recipe
 from flowcredit.report import diagnose as diagnosing
 from flowcredit.scoring import score_images
-from flowcredit.shapes import bundled_path
 from flowcredit.trainer import train
 from tiny_flux import build_tiny_flux
 
@@ -106,11 +106,9 @@ def test_weights_that_are_no_numbers_are_named_when_they_are_loaded(tmp_path: Pa
     folder = build_tiny_flux(tmp_path / "model")
     (file,) = (folder / part).glob("*.safetensors")
     tensors = load_file(file)
-    name = (
-        next(name for name, value in tensors.items() if value.dim() == 2 and "embed" not in name)
-        if (part != "vae")
-        else "decoder.conv_in.weight"
-    )
+    name = "decoder.conv_in.weight"
+    if part != "vae":
+        name = next(key for key, value in tensors.items() if value.dim() == 2 and "embed" not in key)
     tensors[name].view(-1)[3] = torch.nan
     save_file(tensors, file, metadata={"format": "pt"})
     with pytest.raises(InputError, match=rf"model/{part}: weights that hold NaN or infinity: \S+; expected"):
@@ -127,7 +125,7 @@ def test_a_text_cache_that_cannot_be_used_is_told_with_its_setting(tmp_path: Pat
         device="cpu", decode_batch_size=1, text_cache_folder=tmp_path / "cache",
     )  # fmt: skip
     (tmp_path / "cache").write_text("made since")
-    with pytest.raises(InputError, match=r"^model\.text_cache: "):
+    with pytest.raises(InputError, match=r"^model\.text_cache: nothing can be written in \S*cache"):
         model.encode(["a red circle"])
 
 
@@ -210,18 +208,35 @@ def test_a_run_is_refused_where_it_cannot_be_written(tmp_path: Path) -> None:
 def test_a_diagnosis_says_its_cost_first(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """What it says is what it then takes, and how far it is is told."""
+    module, scored = ModuleType("counting_rewards"), [0]
+
+    def counting(images: Tensor, prompts: Sequence[str]) -> Tensor:
+        scored[0] += len(images)
+        return images.mean((1, 2, 3))
+
+    vars(module).update(counting=counting)
+    monkeypatch.setitem(sys.modules, "counting_rewards", module)
     monkeypatch.setattr(consoles, "LINE_EVERY_S", 0.0)
-    diagnosing.diagnose_command(small(), None, tmp_path / "out", 2)
+    evaluated: list[int] = []
+
+    @contextmanager
+    def listening(console: Console, what: str, total: int) -> Iterator[Callable[[int], None]]:
+        with counted(console, what, total) as advance:
+
+            def both(units: int) -> None:
+                evaluated.append(units)
+                advance(units)
+
+            yield both
+
+    monkeypatch.setattr(diagnosing, "counted", listening)
+    diagnosing.diagnose_command(small("rewards=['counting_rewards:counting']"), None, tmp_path / "out", 2)
     lines = capsys.readouterr().out.splitlines()
-    # By hand, a prompt: of 2 trajectories over 3 steps the common start's 3 and, for each, 2 + 1 of the
-    # chain with its probes; of the branches at steps 0 and 1 the trunk's 2, and 2 x (2 + 1) with strides.
-    cost = int(lines[0].split(" velocity")[0].rpartition(" ")[2].replace(",", ""))
-    assert lines[0].startswith("diagnosing shapes-g2rpo on 2 prompts: ")
-    told = [line for line in lines if line.startswith("velocity evaluations: ")]
-    assert told
-    assert all(f" of {cost:,}, about " in line for line in told)
-    done = int(told[-1].split()[2].replace(",", ""))
-    assert 0.5 * cost < done < cost
+    assert lines[0].startswith(
+        f"diagnosing shapes-g2rpo on 2 prompts: {sum(evaluated)} velocity evaluations, {scored[0]} images"
+    )
+    assert f"velocity evaluations: {evaluated[0]} of {sum(evaluated)}, about " in lines[1]
 
 
 @pytest.fixture
@@ -251,8 +266,7 @@ def test_a_short_run_without_a_single_score_is_told_and_ends_badly(tmp_path: Pat
     lines = said.getvalue().splitlines()
     assert sum("gave no score to any image of this iteration" in line for line in lines) == 2
     if reward == "fails":
-        assert any(line.endswith("RuntimeError: down again (test_messages.py, line 232)") or "down again" in line
-                   for line in lines)  # fmt: skip
+        assert any("RuntimeError: down again (test_messages.py" in line for line in lines)
     assert not (tmp_path / "run" / "final").exists()
 
 
@@ -268,8 +282,3 @@ def test_a_reward_without_scores_beside_another_is_told(tmp_path: Path) -> None:
     log = [json.loads(line) for line in (tmp_path / "run" / "log.jsonl").read_text().splitlines()]
     assert [line["reward/silent_rewards:nothing"] for line in log] == [None, None]
     assert (tmp_path / "run" / "final").is_dir()
-
-
-def test_bundled_names() -> None:
-    assert bundled_path("bundled:shapes").is_dir()
-    assert build_model(small()).network is not None
