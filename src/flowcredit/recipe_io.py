@@ -228,11 +228,11 @@ def _nearest_setting(kind: type[Section], path: KeyPath, data: Any) -> str:
     here = _section_at(kind, path[:-1], data)
     assert here is not None
     prefix = [str(part) for part in path[:-1]]
+    everywhere = {name: name.rsplit(".", 1)[-1] for name, *_ in _fields(kind)}
+    if "." in wanted and wanted in everywhere:
+        return f"in a file, each dot is a level: {wanted.replace('.', ': {')}: ...{'}' * wanted.count('.')}"
     if close := nearest(wanted, here.model_fields):
         return f"did you mean '{'.'.join([*prefix, close])}'?"
-    everywhere = {name: name.rsplit(".", 1)[-1] for name, *_ in _fields(kind)}
-    if wanted in everywhere:
-        return f"in a file, each dot is a level: {wanted.replace('.', ': {')}: ...{'}' * wanted.count('.')}"
     if close := nearest(wanted, everywhere.values()):
         full = next(name for name, last in everywhere.items() if last == close)
         return f"did you mean '{full}'?"
