@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
@@ -86,7 +87,7 @@ def test_suggestions_in_recipes(override: str, told: str, silent: str) -> None:
 
 
 def test_a_rewards_own_error_is_put_on_one_line() -> None:
-    def fails(images: Tensor, prompts: Sequence[str]) -> Tensor:
+    def fails(images: Tensor, prompts: Sequence[str], **columns: Sequence[Any]) -> Tensor:
         raise RuntimeError("no key\n\n  in the table\r\nat all")
 
     with pytest.raises(InputError, match="RuntimeError: no key in the table at all ") as caught:
@@ -162,7 +163,7 @@ def test_compiling_is_shown_as_a_stage_once() -> None:
 
 def test_progress_without_a_terminal_is_a_line_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
     said, clock = io.StringIO(), [0.0]
-    monkeypatch.setattr(consoles.time, "monotonic", lambda: clock[0])
+    monkeypatch.setattr("flowcredit.console.time.monotonic", lambda: clock[0])
     with counted(Console(file=said, width=200), "evaluations", 1000) as advance:
         for _ in range(10):
             clock[0] += 25.0

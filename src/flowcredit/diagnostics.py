@@ -121,14 +121,19 @@ def cost(recipe: Recipe, prompts: int) -> tuple[int, int]:
     )
 
 
+def check_rewarded(recipe: Recipe) -> None:
+    """InputError for a recipe that trains no reward."""
+    if not recipe.rewards:
+        raise InputError("rewards is [], and a diagnosis measures the first of them; expected at least 1")
+
+
 def diagnose(setup: Setup, prompts: int, progress: Callable[[int], None] | None = None) -> Diagnosis:
     """Measure a recipe's model with its noise on its first trained reward; ``progress`` is told evaluations.
 
     The recipe's number of steps and group size are used, whatever its method.
     """
     recipe = setup.recipe
-    if not recipe.rewards:
-        raise InputError("rewards is [], and a diagnosis measures the first of them; expected at least 1")
+    check_rewarded(recipe)
     steps, group = recipe.algorithm.num_steps, recipe.algorithm.group_size
     dense, tree, branching = trees(steps, group)
     states = _scored(setup, dense, prompts, progress)

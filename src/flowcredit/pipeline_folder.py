@@ -108,14 +108,24 @@ def weight_files(folder: Path) -> tuple[Path, ...]:
     return ()
 
 
+def has_weights(folder: Path) -> bool:
+    """Whether loading a part finds weights: in safetensors, or in torch's older format.
+
+    The latter is read without running code from it (``weights_only``), but has no header to look at.
+    """
+    older = ("diffusion_pytorch_model.bin", "pytorch_model.bin")
+    there = any((folder / f"{name}{end}").is_file() for name in older for end in ("", ".index.json"))
+    return there or bool(weight_files(folder))
+
+
 def no_weights(folder: Path) -> str:
-    """What to say of a part without files of weights."""
+    """What to say of a part without weights."""
     stem = STEMS[1] if folder.name.startswith("text_encoder") else STEMS[0]
     held = sorted(file.name for file in folder.iterdir() if file.suffix in (".safetensors", ".bin", ".pt"))
-    found = f"no weights but {', '.join(held[:4])}" if held else "no weights"
+    found = f"no weights that are taken (it has {', '.join(held[:4])})" if held else "no weights"
     return (
         f"{folder}: {found}; expected {stem}.safetensors, or the shards of {stem}.safetensors.index.json"
-        " (other formats may hold code and are not read; files of a variant are not taken)"
+        " (files of a variant, such as fp16, are not taken: rename them)"
     )
 
 

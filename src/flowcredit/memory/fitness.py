@@ -13,10 +13,12 @@ from flowcredit.lora_file import check_lora
 from flowcredit.memory.counts import is_known, network_shapes
 from flowcredit.memory.families import FAMILIES, rows_per_evaluation, vae_scale
 from flowcredit.memory.folders import Component, Pipeline
-from flowcredit.pipeline_folder import Shapes, check_components, no_weights, read_index
+from flowcredit.pipeline_folder import Shapes, check_components, has_weights, no_weights, read_index
 
 BUFFERS = ("pos_embed.pos_embed",)
 """In files of some networks, and no parameter of them."""
+_EMBEDDED = {"QwenImagePipeline": "guidance_embeds", "StableDiffusionPipeline": "time_cond_proj_dim"}
+"""Settings of networks whose guidance is an input, in families that are guided otherwise."""
 NOT_LOADED = ("safety_checker", "feature_extractor", "image_encoder")
 """Parts of StableDiffusionPipeline that nothing here reads."""
 
@@ -56,7 +58,7 @@ def _check_fit(recipe: Recipe, pipeline: Pipeline, folder: Path) -> list[str]:
     return [
         no_weights(folder / part.name)
         for part in pipeline.parts.values()
-        if part.shapes is None and part.name not in NOT_LOADED
+        if part.name not in NOT_LOADED and not has_weights(folder / part.name)
     ]
 
 
@@ -68,6 +70,12 @@ def check_limits(recipe: Recipe, pipeline: Pipeline) -> None:
     unit = limits.size_unit(kind, vae_scale(pipeline), patch)
     squares = network.config.get("pos_embed_max_size") if kind == "StableDiffusion3Pipeline" else None
     limits.check_size(model.height, model.width, unit, None if squares is None else squares * unit)
+    refused = _EMBEDDED.get(kind)
+    if refused is not None and network.config.get(refused):
+        raise InputError(
+            f"{network.name}/config.json: a network with embedded guidance ({refused}); expected one with"
+            " classifier-free guidance"
+        )
     limits.check_text_length(model.max_sequence_length, limits.LONGEST_TEXT.get(kind))
     guided = rows_per_evaluation(pipeline, model) > 1
     limits.check_negative_prompt(model.negative_prompt, model.guidance_scale, guided)

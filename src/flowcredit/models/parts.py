@@ -15,7 +15,7 @@ from safetensors import SafetensorError, safe_open
 from torch import nn
 
 from flowcredit.errors import InputError
-from flowcredit.pipeline_folder import no_weights, weight_files
+from flowcredit.pipeline_folder import has_weights, no_weights
 
 LIBRARIES = ("diffusers", "transformers")
 UNCOUNTED = "position_ids"
@@ -104,7 +104,7 @@ def check_finite(module: nn.Module, where: str) -> None:
 
 def _check_files(where: Path) -> None:
     """InputError for files that are not there, break off or are of another format; headers alone are read."""
-    if not weight_files(where):
+    if not has_weights(where):
         raise InputError(no_weights(where))
     for file in sorted(where.glob("*.safetensors")):
         try:

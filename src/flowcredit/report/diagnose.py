@@ -8,7 +8,15 @@ from flowcredit.assembly import assemble
 from flowcredit.config import Recipe
 from flowcredit.console import counted
 from flowcredit.destinations import check_folder
-from flowcredit.diagnostics import Diagnosis, cost, diagnose, gains, rank_correlations, variance_shares
+from flowcredit.diagnostics import (
+    Diagnosis,
+    check_rewarded,
+    cost,
+    diagnose,
+    gains,
+    rank_correlations,
+    variance_shares,
+)
 from flowcredit.evaluate import weights_of
 from flowcredit.recipe_io import dump_recipe
 from flowcredit.report.diagnosis_files import write_diagnosis
@@ -22,6 +30,7 @@ def diagnose_command(recipe: Recipe, run_dir: Path | None, out: Path, prompts: i
     """
     extras()
     check_folder(out, "--out")
+    check_rewarded(recipe)
     console = Console()
     evaluations, images = cost(recipe, prompts)
     console.print(
