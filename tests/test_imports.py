@@ -13,7 +13,7 @@ ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "src" / "flowcredit"
 
 FLOORS = (
-    ("errors", "nearest"),
+    ("errors", "visible", "nearest"),
     ("distributed", "background"),
     ("sharding", "interrupts"),
     (
@@ -35,6 +35,7 @@ FLOORS = (
     ("methods", "running"),
     ("config",),
     ("recipe_io", "prompt_files", "noise_table"),
+    ("faults",),
     ("prompts",),
     ("plan", "time_grid", "credit", "image_pairs"),
     ("noise", "step_rewards", "plan_picture"),
@@ -48,13 +49,16 @@ FLOORS = (
     ("neighbours", "preference"),
     ("weights", "checkpoint", "update", "run_folder", "export", "comparison"),
     ("assembly", "training_log", "resuming"),
-    ("sampling", "progress"),
-    ("measurement", "experience", "introduction", "model_card"),
     ("evaluation_files",),
+    ("standing",),
+    ("sampling", "progress", "guard"),
+    ("measurement", "experience", "introduction", "model_card"),
     ("evaluate", "calibration", "diagnostics"),
     ("report", "calibrate", "check"),
+    ("recovery",),
     ("trainer", "serving", "compare"),
     ("cli_inputs", "plan_command"),
+    ("checkpoint_export", "replay"),
     ("tool_commands",),
     ("cli",),
     ("__main__",),
@@ -64,6 +68,7 @@ FLOORS = (
 FLOOR = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
 LIGHT = (
     "errors",
+    "visible",
     "text_file",
     "yaml_lines",
     "sections",
@@ -172,7 +177,7 @@ def _functions(tree: ast.AST) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef
 
 def test_files_and_functions_stay_short() -> None:
     long = []
-    for folder in ("src", "tests", "benchmarks"):
+    for folder in ("src", "tests", "benchmarks", "reliability"):
         for file in sorted((ROOT / folder).rglob("*.py")):
             text = file.read_text(encoding="utf-8")
             name = file.relative_to(ROOT)

@@ -8,7 +8,7 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -36,9 +36,15 @@ class Checkpoint:
 
 
 def save_checkpoint(
-    folder: Path, iteration: int, groups: Groups, state: Mapping[str, Any], keep_last: int
+    folder: Path,
+    iteration: int,
+    groups: Groups,
+    state: Mapping[str, Any],
+    keep_last: int,
+    keep_also: Collection[int] = (),
 ) -> Path:
-    """Write ``folder/NNNNNN`` and remove all but the newest ``keep_last``; returns the new folder."""
+    """Write ``folder/NNNNNN`` and remove all but the newest ``keep_last`` and the iterations of
+    ``keep_also``; returns the new folder."""
     final, partial = folder / f"{iteration:06d}", folder / f".{iteration:06d}.partial"
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
@@ -56,8 +62,14 @@ def save_checkpoint(
     partial.replace(final)
     _flush(folder)
     for old in _numbered(folder)[:-keep_last]:
-        shutil.rmtree(old)
+        if int(old.name) not in keep_also:
+            shutil.rmtree(old)
     return final
+
+
+def kept_iterations(folder: Path) -> list[int]:
+    """The iterations of which there is a checkpoint, in order."""
+    return [int(entry.name) for entry in _numbered(folder)]
 
 
 def latest_checkpoint(folder: Path) -> tuple[Checkpoint | None, list[str]]:

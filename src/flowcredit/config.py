@@ -12,6 +12,7 @@ from flowcredit.methods import AlgorithmSettings, G2RPOSettings, with_method_def
 from flowcredit.running import (
     CheckpointSettings,
     EvaluationSettings,
+    GuardSettings,
     LoggingSettings,
     ParallelSettings,
     RolloutSettings,
@@ -176,6 +177,9 @@ class TrainSettings(Section):
     """AdamW's ε beside the root of the second moment; 1e-8 as in torch."""
     max_grad_norm: Positive = 1.0
     """Total norm to which gradients are scaled down; 1 as in G²RPO's runs."""
+    on_nonfinite: Literal["stop", "skip"] = "stop"
+    """When a loss or a gradient is no finite number: `stop` the run, or `skip` that optimizer step and count
+    it; stop. Either way the batch is kept in the run's folder, faults/, for flowcredit replay."""
     lr_schedule: Literal["constant", "cosine", "linear"] = "constant"
     """The learning rate after the warm-up: constant (G²RPO), or falling to 0 at the last iteration."""
     warmup_iterations: CountOrNone = 0
@@ -292,6 +296,7 @@ class Recipe(Section):
     weights: WeightSettings = WeightSettings()
     evaluation: EvaluationSettings = EvaluationSettings()
     checkpoint: CheckpointSettings = CheckpointSettings()
+    guard: GuardSettings = GuardSettings()
     logging: LoggingSettings = LoggingSettings()
     parallel: ParallelSettings = ParallelSettings()
     calibration: CalibrationSettings = CalibrationSettings()

@@ -17,6 +17,8 @@ from rich.progress import (
     TimeElapsedColumn,
 )
 
+from flowcredit.visible import visible
+
 LINE_EVERY_S = 60.0
 """Where no bar can be drawn, seconds after which a line tells how far a piece of work is."""
 COMPILED = ("evaluating", "rolling out", "updating")
@@ -29,6 +31,11 @@ def duration(seconds: float) -> str:
         return f"{seconds:.0f} s"
     minutes = round(seconds / 60)
     return f"{minutes} min" if minutes < 90 else f"{minutes // 60} h {minutes % 60:02d} min"
+
+
+def say(console: Console, text: str) -> None:
+    """One line on the console: what looks like mark-up or would steer a terminal is shown, not obeyed."""
+    console.print(visible(text), markup=False, emoji=False, highlight=False, soft_wrap=True)
 
 
 @contextmanager
@@ -58,7 +65,7 @@ def counted(console: Console, what: str, total: int) -> Iterator[Callable[[int],
         bar.update(task, completed=done, left=left)
         if not console.is_terminal and now - told >= LINE_EVERY_S and left:
             told = now
-            console.print(f"{what}: {done:,} of {total:,}, {left}", highlight=False, soft_wrap=True)
+            say(console, f"{what}: {done:,} of {total:,}, {left}")
 
     with bar:
         yield advance
@@ -124,8 +131,13 @@ class Monitor:
         self._progress.update(self._run, completed=self.done, left=left)
         if self.done % self.line_every == 0 or self.done == self.total:
             text = f"iteration {self.done}/{self.total}  {summary}  {left}".rstrip()
-            self.console.print(text, highlight=False, soft_wrap=True)
+            say(self.console, text)
+
+    def go_back(self, done: int) -> None:
+        """So many iterations are finished, after more were."""
+        self._began, self._first, self.done = time.monotonic(), done, done
+        self._progress.update(self._run, completed=done, left="")
 
     def say(self, text: str) -> None:
         """A line of its own."""
-        self.console.print(text, highlight=False, soft_wrap=True)
+        say(self.console, text)

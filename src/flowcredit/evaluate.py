@@ -20,7 +20,7 @@ from torch import Tensor
 from flowcredit.background import ready, submitting
 from flowcredit.comparison import Evaluation, evaluation_table, steps_table, summarise
 from flowcredit.config import Recipe
-from flowcredit.console import counted
+from flowcredit.console import counted, say
 from flowcredit.destinations import check_file, check_folder
 from flowcredit.distributed import ALONE, World
 from flowcredit.errors import InputError
@@ -203,7 +203,7 @@ def evaluate_command(
             else to_json(alone)
         )
         write_text(out, json.dumps(content, indent=1, allow_nan=False) + "\n")
-        console.print(f"scores: {out}", highlight=False, soft_wrap=True)
+        say(console, f"scores: {out}")
 
 
 def sample_command(
@@ -241,13 +241,14 @@ def sample_command(
                 name = f"{index:04d}-{_slug(prompts.prompts[index])}-{of_seed}.png"
                 save_image(image, out / name)
                 entry = {"file": name, "prompt": prompts.prompts[index], "seed": of_seed}
-                listing.write(json.dumps(entry, ensure_ascii=False) + "\n")
+                # In ASCII: a prompt may hold characters at which a reader would end the line.
+                listing.write(json.dumps(entry) + "\n")
                 if len(prompts) * count <= 64:
                     rows[index, place] = image.cpu()
     if rows:
         save_grid(torch.stack([rows[key] for key in sorted(rows)]), out / "grid.png", columns=count)
     drawn = len(prompts) * count
-    console.print(f"{drawn} image{'' if drawn == 1 else 's'}: {out}", highlight=False, soft_wrap=True)
+    say(console, f"{drawn} image{'' if drawn == 1 else 's'}: {out}")
 
 
 @contextmanager

@@ -4,7 +4,7 @@ Axes: R rewards, P prompts, W samples of a prompt at a segment, *D latent dimens
 """
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 
 import torch
 from torch import Tensor
@@ -13,6 +13,7 @@ from flowcredit.advantages import credit_steps, image_advantages, quasi_normalis
 from flowcredit.assembly import Setup
 from flowcredit.credit import Neighbours, Preferences
 from flowcredit.distributed import ALONE, Share, World
+from flowcredit.faults import Fault
 from flowcredit.image_pairs import Columns, read_pairs
 from flowcredit.interfaces import Conditioning
 from flowcredit.leaf_scoring import ScoreCounts
@@ -44,6 +45,8 @@ class Experience:
     own: int
     spread: Tensor = NOT_SAMPLED
     """[P] how much a prompt's images differ, as in `flowcredit.leaf_scoring.Scored`."""
+    faults: Mapping[str, Fault] = field(default_factory=dict)
+    """Per reward that failed on this process's images, those on which it did first."""
 
     @property
     def teaches(self) -> bool:
@@ -87,7 +90,9 @@ def collect(
     (evaluated,) = world.summed([ran.velocity_evaluations])
     told = [ScoreCounts(**each) for each in world.told(asdict(found.counts))]
     spread = world.gathered(found.spread)
-    return Experience(cond, sets, scores, credit, added_counts(told), evaluated, share.own, spread)
+    return Experience(
+        cond, sets, scores, credit, added_counts(told), evaluated, share.own, spread, found.faults
+    )
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,7 @@ from torch.nn.functional import adaptive_avg_pool2d
 
 from flowcredit.background import Submit, at_once, ready
 from flowcredit.errors import InputError
+from flowcredit.faults import Fault
 from flowcredit.interfaces import FlowModel, Reward
 from flowcredit.scoring import Batch, OnError, Policy, batches, score_batch
 
@@ -48,6 +49,8 @@ class Scored:
     scores: dict[int, Tensor]
     counts: ScoreCounts
     spread: Tensor
+    faults: Mapping[str, Fault] = field(default_factory=dict)
+    """Per reward that failed, the images on which it did first."""
 
 
 @dataclass(frozen=True)
@@ -89,7 +92,7 @@ class Scoring:
         )
         by_leaf = self._pieces(scores.T)
         mine = {segment: by_leaf[_memory(leaf)].permute(2, 0, 1) for segment, leaf in self.leaves.items()}
-        return Scored(mine, counts, self._spread())
+        return Scored(mine, counts, self._spread(), self.policy.faults)
 
     def _pieces(self, rows: Tensor) -> dict[tuple[Any, ...], Tensor]:
         """[N, ...] rows of all distinct leaves to [P, W, ...] of each."""

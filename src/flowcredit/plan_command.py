@@ -29,7 +29,7 @@ def plan_command(recipe: Recipe, as_json: bool, asked: int | None = None) -> str
             "not_there": missing,
             "notes": notes(recipe),
         }
-        return json.dumps(known, ensure_ascii=False, indent=2)
+        return json.dumps(known, indent=2)
     lines = [describe(tree)]
     if tree.trajectory_evaluations is not None:
         lines.append(f"velocity evaluations for one trajectory: {tree.trajectory_evaluations}")

@@ -70,6 +70,9 @@ class CheckpointSettings(Section):
     """Iterations between checkpoints; 1, so that a killed run loses no finished iteration."""
     keep_last: Count = 2
     """Newest checkpoints kept; 2, should the newest be damaged."""
+    keep_best: CountOrNone = 0
+    """Checkpoints kept besides, of the iterations whose trained rewards on held-out prompts are highest; they
+    are then also written at every evaluation. None: 0."""
 
 
 class LoggingSettings(Section):
@@ -87,3 +90,31 @@ class ParallelSettings(Section):
     optimizer state (FSDP2), for networks too large for one device; replicated, as small ones need."""
     timeout_s: Annotated[Number, Field(ge=1, le=86400)] = 1800.0
     """Seconds that a process waits for the others before the run ends; 1800, chosen for slow rewards."""
+
+
+class GuardSettings(Section):
+    """What is watched for a collapse of the policy, and what is done when it comes."""
+
+    action: Literal["off", "warn", "stop", "return"] = "warn"
+    """On a collapse: `warn`, `stop` the run, or `return` to the best checkpoint and go on at a lower learning
+    rate; warn, as a run that recovers shall not be lost."""
+    heldout_errors: Annotated[Number, Field(gt=0, le=1000)] = 4.0
+    """A trained reward has collapsed on held-out prompts where it has fallen below the model before training
+    by more than so many standard errors of the change; 4, which chance hardly reaches."""
+    heldout_lost: Annotated[Number, Field(gt=0, le=1)] = 0.5
+    """And where it has lost more than this share of its best gain, by as many standard errors; half."""
+    image_spread: Annotated[Number, Field(ge=0, lt=1)] = 0.1
+    """Images have collapsed where those of a prompt differ by less than this share of what they did in the
+    first iteration (image_spread of the log); a tenth, 0 for never."""
+    kl: Annotated[Number, Field(gt=0, le=1e6)] | None = None
+    """Largest KL divergence from the reference (kl_reference of the log, where there is one); no limit."""
+    ratio: Annotated[Number, Field(gt=0, le=1e6)] | None = None
+    """Largest |ratio - 1| (ratio_max_deviation of the log); no limit."""
+    clip_fraction: Annotated[Number, Field(gt=0, lt=1)] | None = None
+    """Largest share of clipped ratios; no limit, as G²RPO's narrow range clips most of them."""
+    patience: Count = 3
+    """Iterations in a row in which one of the last four must hold; 3, so that one odd batch does nothing."""
+    returns: Count = 2
+    """How often a run returns before it stops; 2."""
+    rate: Annotated[Number, Field(gt=0, lt=1)] = 0.5
+    """What the learning rate is multiplied by at each return; half: at the same rate all would come again."""

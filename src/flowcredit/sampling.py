@@ -134,6 +134,7 @@ def _added(parts: Sequence[Scored]) -> Scored:
         {leaf: torch.cat([part.scores[leaf] for part in parts], dim=1) for leaf in parts[0].scores},
         added_counts([part.counts for part in parts]),
         torch.cat([part.spread for part in parts]),
+        {name: fault for part in reversed(parts) for name, fault in part.faults.items()},
     )
 
 

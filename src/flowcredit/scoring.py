@@ -17,12 +17,13 @@ from torch import Tensor
 
 from flowcredit.background import ready, settle, thread_like_this
 from flowcredit.errors import InputError, one_line
+from flowcredit.faults import Fault, FaultError
 from flowcredit.interfaces import Reward
 
 OnError = Literal["stop", "skip"]
 
 
-class RewardError(InputError):
+class RewardError(FaultError):
     """A reward that raised, hung, or returned something that is not one number per image."""
 
 
@@ -62,7 +63,15 @@ class Policy:
     on_error: OnError
     timeout_s: float | None
     reasons: dict[str, str] = field(default_factory=dict)
-    """Filled in while scoring: per reward, the first failure that was skipped."""
+    """Filled in while scoring: per reward, what the first failure that was skipped said."""
+    faults: dict[str, Fault] = field(default_factory=dict)
+    """And its images."""
+
+    def skip(self, name: str, reason: str, batch: "Batch") -> None:
+        """Take note of a failure that does not stop the run."""
+        if name not in self.reasons:
+            self.reasons[name] = one_line(reason)
+            self.faults[name] = batch.fault(name, reason)
 
 
 @dataclass(frozen=True)
@@ -75,6 +84,12 @@ class Batch:
 
     def __len__(self) -> int:
         return len(self.prompts)
+
+    def fault(self, name: str, reason: str) -> Fault:
+        """That the reward ``name`` failed on these images."""
+        columns = {column: list(values) for column, values in self.columns.items()}
+        details = {"reward": name, "prompts": list(self.prompts), "columns": columns}
+        return Fault("reward", reason, {"images": self.images}, details)
 
     def only(self, rows: slice) -> "Batch":
         columns = {name: values[rows] for name, values in self.columns.items()}
@@ -184,19 +199,19 @@ def _score(name: str, reward: Reward, batch: Batch, policy: Policy) -> tuple[Ten
     failed = 0
     try:
         scores = _call(name, reward, batch, policy.timeout_s)
-    except RewardError:
-        raise
+    except RewardError as error:
+        raise RewardError(str(error), batch.fault(name, str(error))) from error
     except _Hung as hung:
         if policy.on_error == "stop":
             raise _failure(name, batch, str(hung)) from None
-        policy.reasons.setdefault(name, str(hung))
+        policy.skip(name, str(hung), batch)
         return torch.full((len(batch),), torch.nan), len(batch)
     except PartialFailure as partial:
+        first = min(partial.reasons)
+        at_fault = batch.only(slice(first, first + 1))
         if policy.on_error == "stop":
-            first = min(partial.reasons)
-            at_fault, others = batch.only(slice(first, first + 1)), len(partial.reasons) - 1
-            raise _failure(name, at_fault, partial.reasons[first], others) from None
-        policy.reasons.setdefault(name, one_line(partial.reasons[min(partial.reasons)]))
+            raise _failure(name, at_fault, partial.reasons[first], len(partial.reasons) - 1) from None
+        policy.skip(name, partial.reasons[first], at_fault)
         scores, failed = _as_scores(name, partial.scores, len(batch)).clone(), len(partial.reasons)
         scores[list(partial.reasons)] = torch.nan
     except (Exception, SystemExit) as cause:
@@ -204,14 +219,15 @@ def _score(name: str, reward: Reward, batch: Batch, policy: Policy) -> tuple[Ten
             return _score_singly(name, reward, batch, policy, cause)
         if policy.on_error == "stop":
             raise _failure(name, batch, _describe(cause)) from cause
-        policy.reasons.setdefault(name, _describe(cause))
+        policy.skip(name, _describe(cause), batch)
         return torch.full((1,), torch.nan), 1
     infinite = scores.isinf()
-    if infinite.any() and policy.on_error == "stop":
-        first = int(infinite.nonzero()[0, 0])
-        raise _failure(name, batch.only(slice(first, first + 1)), f"it returned {scores[first].item()}")
     if infinite.any():
-        policy.reasons.setdefault(name, "it returned an infinite score")
+        first = int(infinite.nonzero()[0, 0])
+        at_fault = batch.only(slice(first, first + 1))
+        if policy.on_error == "stop":
+            raise _failure(name, at_fault, f"it returned {scores[first].item()}")
+        policy.skip(name, "it returned an infinite score", at_fault)
     return scores.masked_fill(infinite, torch.nan), failed + int(infinite.sum())
 
 
@@ -223,7 +239,8 @@ def _score_singly(
     if policy.on_error == "stop":
         raise RewardError(
             f"reward {name!r} fails on {len(batch)} images at once, though on none of them alone: "
-            f"{_describe(cause)}; score fewer images at a time"
+            f"{_describe(cause)}; score fewer images at a time",
+            batch.fault(name, _describe(cause)),
         ) from cause
     return torch.cat([scores for scores, _ in results]), sum(failures for _, failures in results)
 
@@ -279,7 +296,8 @@ def _failure(name: str, batch: Batch, cause: str, others: int | None = None) -> 
     more = f" (and {count} more in its batch)" if count else ""
     return RewardError(
         f"reward {name!r} failed on the prompt {batch.prompts[0]!r}{more}: {cause}; mend the reward, or "
-        "set scoring.on_error=skip to leave such images without a score"
+        "set scoring.on_error=skip to leave such images without a score",
+        batch.fault(name, cause),
     )
 
 

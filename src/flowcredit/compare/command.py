@@ -24,6 +24,7 @@ from flowcredit.compare.runs import (
 from flowcredit.compare.screen import Screen
 from flowcredit.compare.tasks import before_task, measured_pace, pace_task, run_task
 from flowcredit.compare.upfront import check_arms
+from flowcredit.console import say
 from flowcredit.destinations import check_folder
 from flowcredit.errors import InputError
 from flowcredit.published import PUBLISHED
@@ -149,7 +150,7 @@ def _run(
     if comparison.steps:
         tasks.append(before_task(runs[0], out, comparison.steps))
     for line in _introduction(comparison, budget, runs, out, parallel):
-        console.print(line, highlight=False, markup=False, soft_wrap=True)
+        say(console, line)
     return _go(tasks, parallel, start, console)
 
 
@@ -200,7 +201,7 @@ def _page(
 
     notes = [f"{failure.name} failed: {failure.why}; see {failure.console_file}" for failure in failures]
     for line in write_page(comparison, budget, runs, out, notes):
-        console.print(line, highlight=False, markup=False, soft_wrap=True)
+        say(console, line)
     return not failures
 
 

@@ -1,6 +1,7 @@
 """From a folder in diffusers' layout to the adapter of its family."""
 
 import importlib
+import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, Self
@@ -10,6 +11,7 @@ from torch import Tensor
 
 from flowcredit.errors import InputError
 from flowcredit.interfaces import FlowModel
+from flowcredit.models.parts import LIBRARIES
 from flowcredit.pipeline_folder import check_components, read_index
 from flowcredit.quiet import quiet_libraries
 
@@ -131,6 +133,7 @@ def _adapter_for(folder: Path) -> str:
             f"{folder / 'model_index.json'}: pipeline class {name!r} has no adapter; "
             f"expected one of {', '.join(sorted(ADAPTERS))}"
         )
+    _check_libraries(folder, index)
     check_components(folder)
     return ADAPTERS[name]
 
@@ -140,3 +143,32 @@ def _cache(root: str | Path | None, folder: Path, *readings: object) -> "TextCac
     from flowcredit.models.text_cache import text_cache
 
     return None if root is None else text_cache(Path(root), folder, [str(each) for each in readings])
+
+
+def _check_libraries(folder: Path, index: Mapping[str, Any]) -> None:
+    """InputError for a part whose class lies elsewhere: diffusers would import whatever module is named.
+
+    Some parts, such as a safety checker, lie in a pipeline's own folder within diffusers.
+    """
+    import diffusers
+
+    own = Path(diffusers.__file__).parent / "pipelines"
+    for name, entry in index.items():
+        if not isinstance(entry, list):
+            continue
+        if not name.isidentifier():
+            raise InputError(
+                f"{folder / 'model_index.json'}: a part is called {name!r}; expected the name of a folder"
+                " beside it, in letters, digits and underscores"
+            )
+        if entry[:1] == [None]:
+            continue
+        library = entry[0] if len(entry) == 2 and all(isinstance(word, str) for word in entry) else None
+        if library in LIBRARIES or (
+            library is not None and library.isidentifier() and (own / library / "__init__.py").is_file()
+        ):
+            continue
+        raise InputError(
+            f"{folder / 'model_index.json'}: {name} is {json.dumps(entry)[:80]}; expected a class of"
+            " diffusers or transformers: code of other modules, or from the folder itself, is never run"
+        )

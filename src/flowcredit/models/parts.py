@@ -8,6 +8,7 @@ import json
 import re
 from collections.abc import Collection, Mapping
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from flowcredit.errors import InputError
 from flowcredit.pipeline_folder import has_weights, no_weights
 
 LIBRARIES = ("diffusers", "transformers")
+"""Whose networks are loaded here."""
 UNCOUNTED = "position_ids"
 """The end of names that older versions of transformers saved, and that no network reads: 0, 1, 2, ..."""
 
@@ -65,6 +67,10 @@ def _load(kind: Any, folder: Path, name: str, part: Any, dtype: torch.dtype) -> 
         module, report = part.from_pretrained(
             where, dtype=dtype, local_files_only=True, output_loading_info=True, **listing
         )
+    except UnpicklingError as error:
+        raise InputError(
+            f"{where}: weights that hold more than tensors, and are not unpickled; expected safetensors"
+        ) from error
     except (OSError, ValueError, RuntimeError, SafetensorError, TypeError, KeyError, AttributeError) as error:
         # The last three come from a config.json whose values are of other types.
         if (found := _SHAPES.search(str(error))) is not None:

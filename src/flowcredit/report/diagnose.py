@@ -6,7 +6,7 @@ from rich.console import Console
 
 from flowcredit.assembly import assemble
 from flowcredit.config import Recipe
-from flowcredit.console import counted
+from flowcredit.console import counted, say
 from flowcredit.destinations import check_folder
 from flowcredit.diagnostics import (
     Diagnosis,
@@ -33,11 +33,10 @@ def diagnose_command(recipe: Recipe, run_dir: Path | None, out: Path, prompts: i
     check_rewarded(recipe)
     console = Console()
     evaluations, images = cost(recipe, prompts)
-    console.print(
+    say(
+        console,
         f"diagnosing {recipe.name} on {prompts} prompts: {evaluations:,} velocity evaluations, {images:,}"
         " images decoded and scored; fewer --prompts, algorithm.num_steps or algorithm.group_size cost less",
-        highlight=False,
-        soft_wrap=True,
     )
     setup = assemble(recipe)
     with (
@@ -48,8 +47,8 @@ def diagnose_command(recipe: Recipe, run_dir: Path | None, out: Path, prompts: i
     out.mkdir(parents=True, exist_ok=True)
     write_diagnosis(found, out, recipe.name, dump_recipe(recipe))
     for line in _lines(found):
-        console.print(line, highlight=False)
-    console.print(f"figures and page: {out / 'diagnosis.html'}", highlight=False, soft_wrap=True)
+        say(console, line)
+    say(console, f"figures and page: {out / 'diagnosis.html'}")
 
 
 def _lines(diagnosis: Diagnosis) -> list[str]:
