@@ -28,7 +28,7 @@ RECIPE = {
 def recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(processes, "TICK_S", 0.0)
-    monkeypatch.setattr("flowcredit.compare.page.write_page", lambda *arguments: [arguments[-1]])
+    monkeypatch.setattr("flowcredit.compare.page.write_page", lambda *arguments: arguments[-1])
     Path("small.yaml").write_text(yaml.safe_dump(RECIPE))
 
 

@@ -20,7 +20,10 @@ def check_lora(lora: Path, part: str, kind: str, shapes: Shapes) -> None:
     file = find_lora(lora)
     if file is None:
         return
-    names = read_header(file)
+    try:
+        names = read_header(file)
+    except InputError as error:
+        raise InputError(f"model.lora {error}") from None
     ours = {name.removeprefix(f"{part}."): shape for name, shape in names.items() if name.startswith(part)}
     others = sorted({name.partition(".")[0] for name in names} & {"transformer", "unet"})
     if not ours and others:
