@@ -306,16 +306,22 @@ def test_a_run_that_cannot_begin_is_told_and_ends_with_code_1(
     file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     recipe = str(file.with_name("recipe.yaml"))
-    words = ["compare", recipe, "--arm", f"broken: {recipe} model.path=nowhere", "--budget", "nfe=6"]
+    words = [
+        "compare",
+        recipe,
+        "--arm",
+        f"broken: {recipe} rewards.0.name=simple_rewards:no",
+        "--budget",
+        "nfe=6",
+    ]
     monkeypatch.setattr(sys, "argv", ["flowcredit", *words, "--seeds", "1", "--out", str(tmp_path / "out")])
     with pytest.raises(SystemExit) as end:
         cli.main()
     assert end.value.code == 1
     out = capsys.readouterr().out
-    assert "FAILED broken, seed 0: exit code 2" in out
+    assert "FAILED broken, seed 0: exit code 2, reward 'simple_rewards:no': module" in out
     assert "\n    flowcredit: " in out
-    assert "nowhere" in out
-    assert "| broken | **not there yet** |" in out
+    assert "| broken | not there yet | not there yet |" in out
 
 
 @pytest.mark.parametrize(

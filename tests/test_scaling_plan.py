@@ -162,23 +162,6 @@ def test_gathering_hides_behind_the_computing_of_its_own_phase() -> None:
     assert one.seconds == pytest.approx(one.computing_s - trained_s + sent_s)
 
 
-def test_sharded_memory_is_divided_and_replicated_is_not() -> None:
-    recipe = load_recipe(FLUX, ["parallel.sharding=sharded"])
-    parts = {gpus: estimate(recipe, gpus) for gpus in (1, 8, 64)}
-    sizes = {
-        gpus: {part.name: part.size or 0 for part in found.parts} for gpus, found in parts.items() if found
-    }
-    for name in ("transformer weights", "Adam's moments", "gradients"):
-        assert sizes[1][name] / sizes[8][name] == pytest.approx(8, rel=1e-6)
-        assert sizes[8][name] / sizes[64][name] == pytest.approx(8, rel=1e-6)
-    for name in ("text encoders", "VAE", "reward hps"):
-        assert len({each[name] for each in sizes.values()}) == 1
-    # Nothing of the network's is whole any more, but two blocks of 340 M weights in bfloat16.
-    assert sizes[8]["gathered blocks"] == 2 * 2 * 339_831_296
-    replicated = [estimate(load_recipe(FLUX), gpus) for gpus in (16, 512)]
-    assert len({each.peak for each in replicated if each}) == 1
-
-
 @pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize(("layout", "update"), [("replicated", "per_step"), ("sharded", "accumulated")])
 def test_bytes_are_those_that_a_run_sends(layout: str, update: str) -> None:
@@ -203,10 +186,10 @@ def test_bytes_are_those_that_a_run_sends(layout: str, update: str) -> None:
 
 def test_assumptions_are_printed_as_such_and_can_be_changed() -> None:
     recipe = load_recipe(FLUX)
-    text = plan_command(recipe, False, 64, scaling.Assumptions(peak_tflops=123, utilisation=0.25))
+    text = plan_command(recipe, False, None, 64, scaling.Assumptions(peak_tflops=123, utilisation=0.25))
     assert "64 GPUs, replicated: derived from counts, not measured" in text
     assert "assumed: 123 TFLOP/s a GPU at its peak, of which 25% are reached; 450 GB/s" in text
-    rows = json.loads(plan_command(recipe, True, 64))["derived"]["gpus"]
+    rows = json.loads(plan_command(recipe, True, None, 64))["derived"]["gpus"]
     assert [row["gpus"] for row in rows] == [1, 2, 4, 8, 16, 32, 64]
     assert "derived" not in json.loads(plan_command(recipe, True))
 

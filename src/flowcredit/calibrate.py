@@ -27,6 +27,7 @@ from flowcredit.calibration import (
 )
 from flowcredit.config import Recipe
 from flowcredit.console import Monitor, say
+from flowcredit.destinations import check_file
 from flowcredit.errors import InputError
 from flowcredit.evaluate import weights_of
 from flowcredit.run_folder import write_text
@@ -47,6 +48,7 @@ def calibrate_command(
     gain_settings(recipe)
     if out.exists():
         raise InputError(f"{out} exists already; a noise table is not written over")
+    check_file(out, "--out")
     console = console or Console()
     setup = assemble(recipe)
     with weights_of(setup.model, run_dir):

@@ -18,6 +18,7 @@ from flowcredit.console import say
 from flowcredit.experience import collect
 from flowcredit.models.own_call import pipeline_images
 from flowcredit.plan import Plan, Segment
+from flowcredit.readiness import notes
 from flowcredit.rollout import rollout
 from flowcredit.scoring import score_images
 from flowcredit.update import UpdateMetrics, update_policy
@@ -50,6 +51,8 @@ def check_command(recipe: Recipe, console: Console | None = None) -> bool:
     """
     console = console or Console()
     say(console, f"checking {recipe.name} on {recipe.model.path}")
+    for note in notes(recipe):
+        say(console, note)
     good = True
     for finding in findings(assemble(recipe)):
         mark = Text("ok", "green") if finding.holds else Text("NO", "red")

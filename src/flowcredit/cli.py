@@ -18,6 +18,7 @@ from flowcredit.cli_inputs import (
     NetworkGbs,
     Overrides,
     PeakTflops,
+    Processes,
     Utilisation,
     assumptions,
     check_run,
@@ -246,6 +247,7 @@ def plan(
     source: RecipeOrRun,
     overrides: Overrides = None,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object instead of tables.")] = False,
+    processes: Processes = None,
     gpus: Gpus = None,
     peak_tflops: PeakTflops = None,
     utilisation: Utilisation = None,
@@ -256,14 +258,12 @@ def plan(
     """Show a recipe's rollout tree, what an iteration costs, what is trained, how much memory it will take.
 
     Nothing is loaded or run: parameters and memory come from the model's configs and the headers of its
-    files, or from its published config where it is not there yet. --gpus adds what several GPUs would give,
-    derived from counts and from assumed speeds.
+    files, or from its published config where it is not there yet. What cannot work is refused, what is
+    not there yet is listed. --gpus adds what several GPUs would give, derived from counts and assumed speeds.
 
     [cyan]flowcredit plan recipes/shapes_g2rpo.yaml[/cyan]
 
     [cyan]flowcredit plan recipes/shapes_g2rpo.yaml 'algorithm.strides=[1]' algorithm.group_size=8[/cyan]
-
-    [cyan]flowcredit plan recipes/flux1_dev_g2rpo_hps.yaml --gpus 64 parallel.sharding=sharded[/cyan]
     """
     settings, _ = open_source(source, overrides)
     from flowcredit.plan_command import plan_command
@@ -275,7 +275,8 @@ def plan(
         "network_gbs": network_gbs,
         "gpus_per_machine": gpus_per_machine,
     }
-    typer.echo(visible_lines(plan_command(settings, as_json, gpus, assumptions(gpus, given))))
+    assumed = assumptions(gpus, given)
+    typer.echo(visible_lines(plan_command(settings, as_json, processes, gpus, assumed)))
 
 
 @app.command()

@@ -30,6 +30,16 @@ Overrides = Annotated[
 ]
 
 
+Processes = Annotated[
+    int | None,
+    typer.Option(
+        metavar="N",
+        min=1,
+        max=100_000,
+        help="Processes; memory is then that of each. 1, or 2 where weights are sharded, or as --gpus.",
+        show_default=False,
+    ),
+]
 Gpus = Annotated[
     int | None,
     typer.Option(metavar="N", min=1, max=100_000, help="Derive what N GPUs would give.", show_default=False),

@@ -1,7 +1,8 @@
 """What a person sees while a run goes on: a bar with the time left on a terminal, plain lines elsewhere."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import TracebackType
 from typing import Self
 
@@ -18,6 +19,11 @@ from rich.progress import (
 
 from flowcredit.visible import visible
 
+LINE_EVERY_S = 60.0
+"""Where no bar can be drawn, seconds after which a line tells how far a piece of work is."""
+COMPILED = ("evaluating", "rolling out", "updating")
+"""Stages whose first call of a compiled network compiles it: its graphs differ by batch and gradient."""
+
 
 def duration(seconds: float) -> str:
     """Seconds as "45 s", "12 min" or "3 h 20 min"."""
@@ -32,10 +38,44 @@ def say(console: Console, text: str) -> None:
     console.print(visible(text), markup=False, emoji=False, highlight=False, soft_wrap=True)
 
 
+@contextmanager
+def counted(console: Console, what: str, total: int) -> Iterator[Callable[[int], None]]:
+    """Progress of one piece of work of ``total`` units, told as they are done: a bar with the time left on a
+    terminal, elsewhere a line now and then."""
+    began = told = time.monotonic()
+    done = 0
+    bar = Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TextColumn("{task.fields[left]}"),
+        console=console,
+        transient=True,
+        disable=not console.is_terminal,
+    )
+    task = bar.add_task(what, total=total, left="")
+
+    def advance(units: int) -> None:
+        nonlocal done, told
+        done += units
+        now = time.monotonic()
+        pace = (now - began) / done if done else 0.0
+        left = f"about {duration(pace * (total - done))} left" if done < total else ""
+        bar.update(task, completed=done, left=left)
+        if not console.is_terminal and now - told >= LINE_EVERY_S and left:
+            told = now
+            say(console, f"{what}: {done:,} of {total:,}, {left}")
+
+    with bar:
+        yield advance
+
+
 class Monitor:
     """Progress of a run of ``total`` iterations, ``done`` of which are finished.
 
     ``stage`` names what goes on within an iteration and how many units it has; ``advance`` counts them.
+    ``compiles``: stages that run the network take minutes the first time.
     """
 
     def __init__(
@@ -44,10 +84,12 @@ class Monitor:
         total: int,
         done: int,
         line_every: int,
+        compiles: bool = False,
         told: Callable[[str, int], None] = lambda stage, iteration: None,
     ) -> None:
-        self.console, self.total, self.done, self.line_every = console, total, done, line_every
         self.told = told
+        self._uncompiled = set(COMPILED) if compiles else set()
+        self.console, self.total, self.done, self.line_every = console, total, done, line_every
         self._began, self._first = time.monotonic(), done
         self._progress = Progress(
             SpinnerColumn(),
@@ -77,6 +119,11 @@ class Monitor:
         self.told(name, self.done + 1)
         if self._stage is not None:
             self._progress.remove_task(self._stage)
+        if name in self._uncompiled:
+            self._uncompiled.remove(name)
+            name = f"compiling the network, {name}"
+            if not self.console.is_terminal:
+                self.say(f"{name}: the first time takes minutes")
         self._stage = self._progress.add_task(f"  {name}", total=total, left="")
 
     def advance(self, units: int) -> None:

@@ -1,4 +1,4 @@
-"""The exceptions that stand for a mistake in what the user gave, not in this code."""
+"""The one exception that stands for a mistake in what the user gave, not in this code."""
 
 from typing import Self
 
@@ -22,3 +22,8 @@ class InputError(ValueError):
 
 class SharedError(InputError):
     """Bad input that one of several processes found, and tells for all: the others keep quiet."""
+
+
+def one_line(text: object) -> str:
+    """A text without its line feeds."""
+    return " ".join(line.strip() for line in str(text).splitlines() if line.strip())

@@ -13,7 +13,6 @@ from functools import partial
 from pathlib import Path
 from typing import NoReturn
 
-import rich.progress
 import torch
 from rich.console import Console
 from torch import Tensor
@@ -21,7 +20,8 @@ from torch import Tensor
 from flowcredit.background import ready, submitting
 from flowcredit.comparison import Evaluation, evaluation_table, steps_table, summarise
 from flowcredit.config import Recipe
-from flowcredit.console import say
+from flowcredit.console import counted, say
+from flowcredit.destinations import check_file, check_folder
 from flowcredit.distributed import ALONE, World
 from flowcredit.errors import InputError
 from flowcredit.image_grid import save_grid, save_image
@@ -172,6 +172,8 @@ def evaluate_command(
     from flowcredit.evaluation_files import to_json
     from flowcredit.run_folder import write_text
 
+    if out is not None:
+        check_file(out, "--out")
     heldout = load_prompts(recipe.prompts.heldout, recipe.prompts.column)
     rewards = build_rewards(recipe, (*recipe.rewards, *recipe.watch), device_of(recipe.model.device))
     check_prompts(rewards, heldout, recipe.scoring.on_error)
@@ -180,7 +182,7 @@ def evaluate_command(
     total = min(len(heldout), recipe.evaluation.prompts) * sum(chosen)
     console = Console()
     results = {}
-    with weights_of(model, run_dir) as iteration, _bar(console, "evaluating", total) as advance:
+    with weights_of(model, run_dir) as iteration, counted(console, "evaluating", total) as advance:
         for steps in chosen:
             results[steps] = evaluate(
                 model,
@@ -214,6 +216,7 @@ def sample_command(
     """
     from flowcredit.assembly import build_grid, build_model
 
+    check_folder(out, "--out")
     model = build_model(recipe)
     steps = recipe.evaluation.num_steps or recipe.algorithm.num_steps
     grid = build_grid(recipe.grid, model, steps)
@@ -222,7 +225,7 @@ def sample_command(
     rows: dict[tuple[int, int], Tensor] = {}
     with (
         weights_of(model, run_dir),
-        _bar(console, "sampling", len(prompts) * count * steps) as advance,
+        counted(console, "sampling", len(prompts) * count * steps) as advance,
         (out / "images.jsonl").open("w", encoding="utf-8") as listing,
     ):
         for place, of_seed in enumerate(range(seed, seed + count)):
@@ -267,13 +270,6 @@ def weights_of(model: FlowModel, run_dir: Path | None) -> Iterator[int]:
     groups = checkpoint.groups
     with weights_replaced(model.network, groups["ema"] if "ema" in groups else groups["weights"]):
         yield checkpoint.iteration
-
-
-@contextmanager
-def _bar(console: Console, what: str, total: int) -> Iterator[Progress]:
-    with rich.progress.Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
-        task = bar.add_task(what, total=total)
-        yield lambda done: bar.advance(task, done)
 
 
 def _slug(prompt: str) -> str:

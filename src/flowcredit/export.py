@@ -7,10 +7,13 @@ from pathlib import Path
 from torch import Tensor
 
 from flowcredit.errors import InputError
-from flowcredit.models.loading import PipelineFlow, components
+from flowcredit.lora_file import LORA_FILE
+from flowcredit.models.loading import PipelineFlow
+from flowcredit.pipeline_folder import components, sort_metadata
 from flowcredit.quiet import quiet_libraries
 
-LORA_FILE = "pytorch_lora_weights.safetensors"
+__all__ = ["LORA_FILE", "export_weights"]
+
 WEIGHT_FILES = "diffusion_pytorch_model{suffix}.safetensors"
 """As diffusers names them; of large networks several, with an index."""
 
@@ -32,8 +35,8 @@ def export_weights(
     folder for ``load_lora_weights``, with rank and alpha in the file, without which diffusers takes
     alpha = rank and the LoRA has another strength.
 
-    The folder appears whole or not at all. Raises InputError if it exists with files in it, unless
-    ``overwrite``, and always if it is the folder that the model was loaded from.
+    Equal weights give equal bytes. The folder appears whole or not at all. Raises InputError if it exists
+    with files in it, unless ``overwrite``, and always if it is the folder that the model was loaded from.
     """
     target = Path(folder)
     if target.resolve() == model.source.resolve():
@@ -57,11 +60,16 @@ def _write_lora(model: PipelineFlow, state: Mapping[str, Tensor], folder: Path) 
     from peft import get_peft_model_state_dict
 
     network = model.pipeline.components[model.part]
+    adapter = network.peft_config["default"].to_dict()
     layers = {
         f"{model.part}_lora_layers": get_peft_model_state_dict(network, dict(state)),
-        f"{model.part}_lora_adapter_metadata": network.peft_config["default"].to_dict(),
+        # The order of a set differs from one process to the next.
+        f"{model.part}_lora_adapter_metadata": {
+            name: sorted(value) if isinstance(value, set) else value for name, value in adapter.items()
+        },
     }
     model.pipeline.save_lora_weights(folder, weight_name=LORA_FILE, **layers)
+    sort_metadata(folder / LORA_FILE)
 
 
 def _write_pipeline(model: PipelineFlow, state: Mapping[str, Tensor], folder: Path) -> None:

@@ -7,6 +7,7 @@ from rich.console import Console
 from flowcredit.assembly import Setup
 from flowcredit.console import say
 from flowcredit.interfaces import ReadsLimitedText
+from flowcredit.readiness import notes
 from flowcredit.rewards.waiting import itself
 from flowcredit.weights import trainable_parameters
 
@@ -22,6 +23,8 @@ def introduce(setup: Setup, run_dir: Path, console: Console) -> None:
     )
     say(console, f"an iteration: {_iteration(setup)}")
     say(console, f"run folder: {run_dir}")
+    for note in notes(recipe):
+        say(console, note)
     trained_on = set(setup.train_prompts.prompts)
     shared = sum(prompt in trained_on for prompt in setup.heldout_prompts.prompts)
     if shared:

@@ -195,7 +195,7 @@ def decode_images(model: FlowModel, rows: Tensor) -> Tensor:
         raise InputError(
             f"{int((~images.isfinite()).flatten(1).any(dim=1).sum())} of {len(images)} decoded images "
             "contain NaN or infinity: the training has diverged; go back to an earlier checkpoint and lower "
-            "the learning rate"
+            "the learning rate (before any training: numbers too large for model.dtype; take float32)"
         )
     return images
 

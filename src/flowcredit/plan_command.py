@@ -6,8 +6,10 @@ from typing import Any
 
 from flowcredit import algorithms, scaling
 from flowcredit.config import Recipe
+from flowcredit.errors import InputError
 from flowcredit.memory.estimate import Estimate, Part, estimate
 from flowcredit.plan_picture import describe
+from flowcredit.readiness import look_over, notes
 
 GIB = 2**30
 LOOKED_AT = 1000
@@ -15,23 +17,33 @@ LOOKED_AT = 1000
 
 
 def plan_command(
-    recipe: Recipe, as_json: bool, gpus: int | None = None, assumed: scaling.Assumptions | None = None
+    recipe: Recipe,
+    as_json: bool,
+    asked: int | None = None,
+    gpus: int | None = None,
+    assumed: scaling.Assumptions | None = None,
 ) -> str:
-    """The text, or one JSON object; with ``gpus`` also what so many would give, and memory on each of them.
+    """The text, or one JSON object; with ``gpus`` also what so many would give.
 
-    Raises InputError for model files that cannot be read.
+    Raises InputError for what would be refused once it is loaded.
     """
+    missing = look_over(recipe)
+    processes = _processes(recipe, gpus if asked is None else asked)
     method = algorithms.build(recipe.algorithm, recipe.seed)
     tree = method.plan
-    found = estimate(recipe, gpus or 1)
+    found = estimate(recipe, processes)
     assumed = assumed or scaling.Assumptions()
     counted = None if gpus is None else scaling.counts(recipe, found)
     if as_json:
-        content = _as_object(recipe, method, found)
+        known = _as_object(recipe, method, found) | {
+            "processes": processes,
+            "not_there": missing,
+            "notes": notes(recipe),
+        }
         if counted is not None and gpus is not None:
             rows = scaling.table(counted, gpus, assumed)
-            content["derived"] = {"assumed": asdict(assumed), "gpus": [asdict(row) for row in rows]}
-        return json.dumps(content, indent=2)
+            known["derived"] = {"assumed": asdict(assumed), "gpus": [asdict(row) for row in rows]}
+        return json.dumps(known, indent=2)
     lines = [describe(tree)]
     if tree.trajectory_evaluations is not None:
         lines.append(f"velocity evaluations for one trajectory: {tree.trajectory_evaluations}")
@@ -41,9 +53,12 @@ def plan_command(
         )
     lines += _changes(recipe, method)
     lines += ["", *_cost_table(recipe, method), ""]
-    lines += _memory_lines(recipe, found, gpus)
+    lines += [*_memory_lines(recipe, found, processes), *(("", *notes(recipe)) if notes(recipe) else ())]
     if gpus is not None:
         lines += ["", *_scaling_lines(counted, gpus, assumed)]
+    if missing:
+        lines += ["", "not there yet; check and train refuse the recipe without:"]
+        lines += [f"  {line}" for line in missing]
     return "\n".join(lines)
 
 
@@ -51,6 +66,17 @@ def _scaling_lines(counted: scaling.Counts | None, gpus: int, assumed: scaling.A
     if counted is None:
         return [f"what {gpus} GPUs would give is not known: this network is not known here"]
     return scaling.lines(counted, gpus, assumed)
+
+
+def _processes(recipe: Recipe, asked: int | None) -> int:
+    """As many as were asked for, else as few as the recipe can have. InputError for fewer."""
+    least = 2 if recipe.parallel.sharding == "sharded" else 1
+    if asked is not None and asked < least:
+        raise InputError(
+            f"--processes {asked}, but parallel.sharding is 'sharded'; expected at least {least}, or"
+            " replicated"
+        )
+    return least if asked is None else asked
 
 
 def _changes(recipe: Recipe, method: algorithms.Algorithm) -> list[str]:
@@ -89,7 +115,7 @@ def _cost_table(recipe: Recipe, method: algorithms.Algorithm) -> list[str]:
     return [head, *rows]
 
 
-def _memory_lines(recipe: Recipe, found: Estimate | None, gpus: int | None) -> list[str]:
+def _memory_lines(recipe: Recipe, found: Estimate | None, processes: int) -> list[str]:
     if found is None:
         return [f"parameters and memory need the model's folder: {recipe.model.path} holds no known pipeline"]
     lines = []
@@ -105,8 +131,7 @@ def _memory_lines(recipe: Recipe, found: Estimate | None, gpus: int | None) -> l
         f"  {name:<22} {'not known' if count is None else f'{count:,}':>16}"
         for name, count in found.parameters.items()
     ]
-    where = "" if gpus is None else f"   on each of {gpus} GPUs, {recipe.parallel.sharding}"
-    lines += ["", f"{'memory':<38} {'GiB':>9}{where}"]
+    lines += ["", f"{'memory':<38} {'GiB':>9}{_of_each(recipe, processes)}"]
     lines += [_row(part) for part in found.parts]
     lines += ["", f"{'phase':<38} {'GiB':>9}   (parts that stay, and its own)"]
     lines += [f"{name:<38} {_gib(size)}" for name, size in found.phases.items()]
@@ -119,6 +144,13 @@ def _memory_lines(recipe: Recipe, found: Estimate | None, gpus: int | None) -> l
     if found.unknown:
         lines.append(f"not in any phase, because not known: {', '.join(found.unknown)}")
     return lines
+
+
+def _of_each(recipe: Recipe, processes: int) -> str:
+    if processes == 1:
+        return ""
+    sharded = ", the network's parts divided among them" if recipe.parallel.sharding == "sharded" else ""
+    return f"   (on each of {processes} processes{sharded}; --processes for other numbers)"
 
 
 def _row(part: Part) -> str:

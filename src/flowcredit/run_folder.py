@@ -11,6 +11,7 @@ from typing import Any
 from filelock import FileLock, Timeout
 
 from flowcredit.config import Recipe
+from flowcredit.destinations import check_folder
 from flowcredit.errors import InputError
 from flowcredit.recipe_io import dump_recipe
 
@@ -49,7 +50,8 @@ class RunFolder:
         return self.path / "images" / f"{iteration:06d}.png"
 
     def check_free(self) -> None:
-        """Raises InputError if something is there already."""
+        """Raises InputError if something is there already, or nothing can be made there."""
+        check_folder(self.path.parent, "output")
         if self.path.exists():
             raise InputError(
                 f"{self.path}: exists already and nothing is written over; go on with it by `flowcredit train"

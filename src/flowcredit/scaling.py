@@ -11,7 +11,8 @@ from pathlib import Path
 
 from flowcredit import algorithms
 from flowcredit.config import Recipe, RewardSettings
-from flowcredit.memory.estimate import MODEL_OPTIONS, WEIGHTLESS, Estimate, Work
+from flowcredit.memory.activations import Work
+from flowcredit.memory.estimate import MODEL_OPTIONS, WEIGHTLESS, Estimate
 from flowcredit.memory.folders import reward_flops
 
 FLOAT = 4

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from flowcredit.background import ready, settle, thread_like_this
-from flowcredit.errors import InputError
+from flowcredit.errors import InputError, one_line
 from flowcredit.faults import Fault, FaultError
 from flowcredit.interfaces import Reward
 
@@ -70,7 +70,7 @@ class Policy:
     def skip(self, name: str, reason: str, batch: "Batch") -> None:
         """Take note of a failure that does not stop the run."""
         if name not in self.reasons:
-            self.reasons[name] = reason
+            self.reasons[name] = one_line(reason)
             self.faults[name] = batch.fault(name, reason)
 
 
@@ -304,4 +304,4 @@ def _failure(name: str, batch: Batch, cause: str, others: int | None = None) -> 
 def _describe(cause: BaseException) -> str:
     frames = traceback.extract_tb(cause.__traceback__)
     where = f" ({Path(frames[-1].filename).name}, line {frames[-1].lineno})" if frames else ""
-    return f"{type(cause).__name__}: {cause}{where}"
+    return f"{type(cause).__name__}: {one_line(cause)}{where}"

@@ -32,7 +32,7 @@ from flowcredit.resuming import read_back
 from flowcredit.run_folder import RunFolder
 from flowcredit.scoring import RewardError
 from flowcredit.sharding import whole
-from flowcredit.training_log import Record, iteration_line, iteration_record
+from flowcredit.training_log import Record, iteration_line, iteration_record, unscored
 from flowcredit.update import UpdateMetrics, learning_rate, update_policy
 from flowcredit.weights import fingerprints, trainable_parameters
 
@@ -96,7 +96,12 @@ def _run(setup: Setup, folder: RunFolder, progress: Progress, console: Console) 
     guard = guard_of(folder, recipe.guard, reward_weights(recipe), progress.iteration)
     with (
         Monitor(
-            console, recipe.train.iterations, progress.iteration, recipe.logging.every, world.note
+            console,
+            recipe.train.iterations,
+            progress.iteration,
+            recipe.logging.every,
+            recipe.model.compile,
+            world.note,
         ) as monitor,
         holding_interrupts(world) as held,
     ):
@@ -121,7 +126,7 @@ def _run(setup: Setup, folder: RunFolder, progress: Progress, console: Console) 
 
 def _train(run: Run) -> None:
     recipe, progress = run.setup.recipe, run.progress
-    began_at, silent = progress.iteration, 0
+    began_at, silent, mute = progress.iteration, 0, 0
     heed(run, _judged(run, _evaluate_if_due(run) or _evaluated(run)))
     while progress.iteration < recipe.train.iterations:
         record = _iterate(run)
@@ -132,6 +137,7 @@ def _train(run: Run) -> None:
         run.monitor.finish_iteration(iteration_line(tuple(run.setup.rewards), record))
         silent = silent + 1 if record.get("dead_groups") == 1 else 0
         _tell_silence(silent, progress.iteration - began_at, run.monitor)
+        mute += _tell_mute(run, record, mute + 1 == recipe.train.iterations)
         odd = run.guard.look(record)
         heed(run, odd or _judged(run, _evaluate_if_due(run)))
         run.interrupt.agree()
@@ -165,6 +171,20 @@ def _tell_silence(silent: int, done: int, monitor: Monitor) -> None:
             " and at the rewards by flowcredit check"
         )
     monitor.say(f"nothing was learned in this iteration: {why}")
+
+
+def _tell_mute(run: Run, record: Record, never: bool) -> bool:
+    """Say which trained rewards gave no score; whether none did. InputError if so ``never`` in the run."""
+    rewards = tuple(run.setup.rewards)
+    without = unscored(rewards, record)
+    for name in without:
+        run.monitor.say(f"reward {name} gave no score to any image of this iteration")
+    if never and without and without == rewards:
+        raise InputError(
+            "no reward gave a score to any image of the whole run, so it learned nothing, and no weights are"
+            " exported; look at the rewards by flowcredit check"
+        )
+    return bool(without) and without == rewards
 
 
 def _iterate(run: Run) -> Record:

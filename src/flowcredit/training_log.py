@@ -48,6 +48,11 @@ def iteration_record(
     return record | metrics
 
 
+def unscored(rewards: Sequence[str], record: Record) -> tuple[str, ...]:
+    """The rewards that gave no score to any image of an iteration that sampled."""
+    return tuple(name for name in rewards if record.get(f"reward/{name}", 0.0) is None)
+
+
 def iteration_line(rewards: Sequence[str], record: Record) -> str:
     """Rewards, how far the ratio or the preference strayed, and the gradient norm, in one line."""
     means = {name: record[f"reward/{name}"] for name in rewards}

@@ -15,6 +15,17 @@ from flowcredit.memory.tape import FLOAT, Meter, Tape
 
 
 @dataclass(frozen=True)
+class Work:
+    """What the network and the VAE have to do: FLOPs of one velocity evaluation, guidance included, and of
+    one decoded image; ``weights`` of the network, and the bytes of each as they are gathered."""
+
+    evaluation: int
+    decode: int | None
+    weights: int
+    gathered_width: int
+
+
+@dataclass(frozen=True)
 class Passes:
     """How the network is run: widths of its weights and of autocast's type, what is trained, whose rules;
     over how many devices gradients are spread."""
@@ -79,17 +90,6 @@ class Passes:
         tape = self._tape(recording=False)
         self._run(tape, rows)
         return tape.flops
-
-    def largest_block(self) -> int:
-        """Weights of the largest of the repeated blocks, or of all that is outside of them."""
-        tape = self._tape(recording=False)
-        self._run(tape, 1)
-        blocks: dict[str, int] = {}
-        for name, shape in tape.parameters.items():
-            head, number, _ = name.split(".", 2) if name.count(".") > 1 else (name, "", "")
-            block = f"{head}.{number}" if number.isdigit() else ""
-            blocks[block] = blocks.get(block, 0) + prod(shape)
-        return max(blocks.values())
 
     def linear_layers(self) -> dict[str, tuple[int, int]]:
         """Names of the linear layers, with features in and out."""

@@ -4,16 +4,16 @@ Counted are tensors. A process takes more: the device's own context, what its al
 the workspaces of convolutions and matrix products. Not counted are the passes of text encoders and rewards.
 """
 
-from collections.abc import Collection
 from dataclasses import dataclass, field
 from functools import partial
-from math import ceil, prod
+from math import prod
 from pathlib import Path
 
 from flowcredit import algorithms
 from flowcredit.config import Recipe, WatchedReward
 from flowcredit.errors import InputError
-from flowcredit.memory.activations import Passes, decoding, decoding_flops, image_bytes
+from flowcredit.limits import ends_in
+from flowcredit.memory.activations import Passes, Work, decoding, decoding_flops, image_bytes
 from flowcredit.memory.families import FAMILIES, inputs_of, network_of, rows_per_evaluation
 from flowcredit.memory.folders import (
     Pipeline,
@@ -22,6 +22,7 @@ from flowcredit.memory.folders import (
     read_pipeline,
     read_shapes,
 )
+from flowcredit.memory.sharded import Shares, shares
 from flowcredit.memory.tape import FLOAT
 from flowcredit.shapes import bundled_path
 
@@ -39,17 +40,6 @@ class Part:
     name: str
     size: int | None
     note: str = ""
-
-
-@dataclass(frozen=True)
-class Work:
-    """What the network and the VAE have to do: FLOPs of one velocity evaluation, guidance included, and of
-    one decoded image; ``weights`` of the network, and the bytes of each as they are gathered."""
-
-    evaluation: int
-    decode: int | None
-    weights: int
-    gathered_width: int
 
 
 @dataclass(frozen=True)
@@ -80,38 +70,48 @@ class Estimate:
 
 
 def find_pipeline(recipe: Recipe) -> Pipeline | None:
-    """The recipe's pipeline by its folder, or by its folder's name among the published ones; or None."""
+    """The recipe's pipeline by its folder, or by its folder's name among the published ones; or None.
+
+    Raises InputError for files that cannot be read, and for a pipeline without its network or its VAE.
+    """
     folder = bundled_path(recipe.model.path)
     found = read_pipeline(folder) if (folder / "model_index.json").is_file() else published_pipeline(folder)
-    return found if found is not None and found.kind in FAMILIES else None
+    if found is None or found.kind not in FAMILIES:
+        return None
+    for part in (FAMILIES[found.kind].part, "vae"):
+        if part not in found.parts:
+            raise InputError(
+                f"model {folder}: model_index.json lists no {part}; expected a whole {found.kind}"
+            )
+    return found
 
 
-def estimate(recipe: Recipe, gpus: int = 1) -> Estimate | None:
+def estimate(recipe: Recipe, processes: int = 1) -> Estimate | None:
     """Parameters and memory of a recipe; None where neither folder nor a published config tells.
 
-    Of the first iteration's tree, on the busiest of ``gpus`` devices. Raises InputError for files that cannot
+    Of the first iteration's tree, and of each of so many processes. Raises InputError for files that cannot
     be read.
     """
     pipeline = find_pipeline(recipe)
     if pipeline is None:
         return None
     try:
-        return _Reckoning(recipe, algorithms.build(recipe.algorithm, recipe.seed), pipeline, gpus).estimate()
+        algorithm = algorithms.build(recipe.algorithm, recipe.seed)
+        return _Reckoning(recipe, algorithm, pipeline, processes).estimate()
     except (KeyError, TypeError) as error:
         raise InputError(
-            f"model {recipe.model.path}: a config.json lacks {error} of its class; expected the configs that"
-            " diffusers writes"
+            f"model {recipe.model.path}: a config.json holds a value of another kind ({error}); expected the"
+            " configs that diffusers writes"
         ) from None
 
 
 class _Reckoning:
-    """One recipe on one pipeline, on each of some devices."""
+    """One recipe on one pipeline."""
 
     def __init__(
-        self, recipe: Recipe, algorithm: algorithms.Algorithm, pipeline: Pipeline, gpus: int
+        self, recipe: Recipe, algorithm: algorithms.Algorithm, pipeline: Pipeline, processes: int
     ) -> None:
         self.recipe, self.plan, self.pipeline = recipe, algorithm.plan, pipeline
-        self.parts = gpus if recipe.parallel.sharding == "sharded" else 1
         self.set_states = algorithm.set_states(algorithm.plan)
         self.family = FAMILIES[pipeline.kind]
         self.component = pipeline.parts[self.family.part]
@@ -121,7 +121,11 @@ class _Reckoning:
         self.stored = FLOAT if self.full else self.width
         self.rows = rows_per_evaluation(pipeline, recipe.model)
         self.inputs = inputs_of(pipeline, recipe.model)
-        self.prompts = ceil(recipe.train.prompts_per_iteration / gpus)
+        self.prompts = -(-recipe.train.prompts_per_iteration // processes)
+        self.shares = Shares()
+        if recipe.parallel.sharding == "sharded":
+            gathered = 2 if recipe.train.mixed_precision == "bf16" else self.stored
+            self.shares = shares(self.component, processes, gathered)
         targets = self.family.targets if recipe.weights.targets is None else recipe.weights.targets
         network = network_of(pipeline)
         self.passes = None
@@ -132,14 +136,14 @@ class _Reckoning:
                 self.component,
                 self.inputs,
                 # Weights that are spread are gathered in the type that they are computed with.
-                self.stored if self.parts == 1 or compute is None else compute,
+                self.stored if self.shares.processes == 1 or compute is None else compute,
                 compute,
                 self.gpu,
                 self.full,
                 0 if self.full else recipe.weights.rank,
-                partial(_ends_in, targets),
+                partial(ends_in, targets),
                 recipe.train.gradient_checkpointing,
-                self.parts,
+                self.shares.processes,
             )
         self.targets = targets
 
@@ -154,10 +158,10 @@ class _Reckoning:
             layers = [
                 shape
                 for name, shape in shapes.items()
-                if len(shape) == 2 and _ends_in(self.targets, name.removesuffix(".weight"))
+                if len(shape) == 2 and ends_in(self.targets, name.removesuffix(".weight"))
             ]
         elif self.passes is not None:
-            layers = [s for name, s in self.passes.linear_layers().items() if _ends_in(self.targets, name)]
+            layers = [s for name, s in self.passes.linear_layers().items() if ends_in(self.targets, name)]
         else:
             return None
         return sum(self.recipe.weights.rank * sum(shape) for shape in layers)
@@ -205,10 +209,6 @@ class _Reckoning:
             self.stored if compute is None else compute,
         )
 
-    def _own(self, count: int | None, width: int) -> int | None:
-        """Bytes that a device has of numbers that are spread over all, where parallel.sharding says so."""
-        return None if count is None else -(-count // self.parts) * width
-
     def _waits(self, name: str) -> bool:
         """Whether a part is elsewhere while the network works."""
         parts = {"text encoders": "text_encoders", "VAE": "vae"}
@@ -220,15 +220,10 @@ class _Reckoning:
         """What is there from the beginning of a run, or from its first update, to its end."""
         recipe, trained = self.recipe, self.trained
         network = self.component.count
-        parts = [Part(f"{self.family.part} weights", self._own(network, self.stored))]
+        share = self.shares.of
+        parts = [Part(f"{self.family.part} weights", share(_times(network, self.stored)))]
         if not self.full:
-            parts.append(Part("adapter weights", self._own(trained, FLOAT)))
-        if self.parts > 1 and self.passes is not None:
-            width = self.stored if self.passes.compute is None else self.passes.compute
-            # One that is computed with, and the next, which is on its way.
-            parts.append(
-                Part("gathered blocks", 2 * width * self.passes.largest_block(), "two of the largest")
-            )
+            parts.append(Part("adapter weights", share(_times(trained, FLOAT))))
         texts = [each for name, each in self.pipeline.parts.items() if name.startswith("text_encoder")]
         counts = [each.count for each in texts]
         known = [count for count in counts if count is not None]
@@ -236,11 +231,11 @@ class _Reckoning:
         parts.append(Part("text encoders", size))
         parts.append(Part("VAE", _times(self.pipeline.parts["vae"].count, self.width)))
         parts += [_reward_part(reward) for reward in (*recipe.rewards, *recipe.watch)]
-        parts.append(Part("Adam's moments", self._own(trained, 2 * FLOAT)))
+        parts.append(Part("Adam's moments", share(_times(trained, 2 * FLOAT))))
         if recipe.train.ema_decay > 0:
-            parts.append(Part("moving average", self._own(trained, FLOAT)))
+            parts.append(Part("moving average", share(_times(trained, FLOAT))))
         if recipe.train.kl_weight > 0 and self.full:
-            parts.append(Part("reference copy", self._own(trained, FLOAT)))
+            parts.append(Part("reference copy", share(_times(trained, FLOAT))))
         return parts
 
     def _passing(self) -> dict[str, Part]:
@@ -255,7 +250,7 @@ class _Reckoning:
             None if decoded is None else decoded + copies * image_bytes(images, model.height, model.width)
         )
         found = {
-            "gradients": Part("gradients", self._own(self.trained, FLOAT)),
+            "gradients": Part("gradients", self.shares.of(_times(self.trained, FLOAT))),
             "latents": Part("latents and texts", self._latents()),
             "decode": Part(f"decoding {at_once} at once", decode),
         }
@@ -272,6 +267,9 @@ class _Reckoning:
             f"activations of training, {rows} at once", peak - held + self._loss(rows), checkpoints
         )
         found["step"] = Part("optimizer's own", self._optimizer_step(), "while it steps")
+        if self.shares.gathered:
+            note = "of other processes, block by block"
+            found["gathered"] = Part("gathered weights", self.shares.gathered, note)
         return found
 
     def _phases(self, passing: dict[str, Part]) -> dict[str, int]:
@@ -280,17 +278,20 @@ class _Reckoning:
         rows = self._training_rows
         states = 3 * self._states_at_once * self.inputs.latent_count * FLOAT
         peak, _ = self._training_peak()
+        gathered = self.shares.gathered
+        passing_through = peak + gathered + self.shares.arriving
         phases = {
-            "rollout": size["latents"] + states + size["rollout"],
-            "training": size["latents"] + max(peak + self._loss(rows), size["gradients"] + size["step"]),
+            "rollout": size["latents"] + states + size["rollout"] + gathered,
+            "training": size["latents"]
+            + max(passing_through + self._loss(rows), size["gradients"] + size["step"]),
         }
         if passing["decode"].size is not None:
             phases["scoring"] = size["latents"] + size["decode"]
-        copy = self._own(self.trained, FLOAT) or 0
+        copy = self.shares.of(_times(self.trained, FLOAT)) or 0
         if self.recipe.train.kl_weight > 0 and self.full:
-            phases["reference"] = size["latents"] + copy + self.passes.sampling(rows * self.rows)
+            phases["reference"] = size["latents"] + copy + gathered + self.passes.sampling(rows * self.rows)
         evaluated = min(self.recipe.evaluation.batch_size, self.recipe.evaluation.prompts)
-        own = max(self.passes.sampling(evaluated * self.rows), size["decode"])
+        own = max(self.passes.sampling(evaluated * self.rows) + gathered, size["decode"])
         phases["evaluation"] = own + (copy if self.recipe.train.ema_decay > 0 else 0)
         return phases
 
@@ -351,7 +352,7 @@ class _Reckoning:
     def _optimizer_step(self) -> int:
         """Roots of second moments: on a GPU of all weights at once, on a CPU of one after the other."""
         if self.gpu:
-            return self._own(self.trained, FLOAT) or 0
+            return self.shares.of(_times(self.trained, FLOAT)) or 0
         return 0
 
 
@@ -360,10 +361,6 @@ _UNCOUNTED = ("CLIPTokenizer", "T5TokenizerFast", "StableDiffusionSafetyChecker"
 
 def _times(count: int | None, width: int) -> int | None:
     return None if count is None else count * width
-
-
-def _ends_in(targets: Collection[str], name: str) -> bool:
-    return any(name == target or name.endswith("." + target) for target in targets)
 
 
 def _reward_part(reward: WatchedReward) -> Part:
