@@ -57,7 +57,7 @@ FLOORS = (
     ("report", "calibrate", "check"),
     ("recovery",),
     ("trainer", "serving", "compare"),
-    ("cli_inputs", "plan_command"),
+    ("api", "cli_inputs", "plan_command"),
     ("checkpoint_export", "replay"),
     ("tool_commands",),
     ("cli",),
