@@ -136,7 +136,7 @@ def test_the_example_runs_as_it_stands_but_shorter(tmp_path: Path) -> None:
     short = short.replace('iteration": 8', f'iteration": 1, "output": "{tmp_path}"')
     assert 'iteration": 1' in short
     (tmp_path / "example.py").write_text(short.replace('"recipes/', f'"{ROOT}/recipes/'))
-    command = [sys.executable, tmp_path / "example.py"]
+    command = [sys.executable, str(tmp_path / "example.py")]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert "redness " in done.stdout.splitlines()[-1]
