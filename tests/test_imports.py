@@ -59,7 +59,7 @@ FLOORS = (
     ("report", "calibrate", "check"),
     ("recovery",),
     ("trainer", "serving", "compare"),
-    ("cli_inputs", "plan_command", "launch"),
+    ("api", "cli_inputs", "plan_command", "launch"),
     ("checkpoint_export", "replay"),
     ("tool_commands",),
     ("cli",),
