@@ -155,6 +155,8 @@ def _signals(folder: Path) -> Iterator[_Asked]:
 
 def _exit_code(agent: _Agent, folder: Path, asked: Sequence[int]) -> int:
     """The failing process's; where it could not tell what happened, this tells it."""
+    if agent.error is not None and asked:
+        return INTERRUPTED if asked[0] == signal.SIGINT else TERMINATED
     if agent.error is not None:
         raise InputError(
             f"the processes could not be started: {agent.error}; with several machines, give all of them the"
