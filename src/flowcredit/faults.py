@@ -8,7 +8,6 @@ Axes: B rows of a batch, *D latent dimensions.
 """
 
 import json
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -56,39 +55,35 @@ class NonFinite(FaultError):
     """A velocity, a loss or a gradient that is no finite number: training has diverged."""
 
 
+def place_for(folder: Path, kind: str, iteration: int) -> Path | None:
+    """Where below ``folder`` a fault after ``iteration`` finished ones is kept; None once `KEPT` are there."""
+    place = folder / f"{iteration:06d}-{kind}"
+    full = len(list(folder.glob("[0-9]*"))) >= KEPT
+    return None if full and not place.exists() else place
+
+
 def keep_fault(
-    folder: Path,
+    place: Path,
     fault: Fault | None,
     iteration: int,
     rank: int,
     recipe: Recipe,
     weights: Mapping[str, Tensor],
-) -> Path | None:
-    """Write a fault below ``folder``; returns where, or None once `KEPT` are there.
+) -> None:
+    """Write a fault to ``place``, to which other processes may write theirs.
 
-    ``iteration``: of how many finished ones it was. ``weights`` may be empty. One process of several may
-    have no batch, but the weights.
+    ``weights`` may be empty. One process of several may have no batch, but the weights.
     """
-    kind = "update" if fault is None else re.sub(r"[^a-z]+", "-", fault.kind)
-    there = sorted(folder.glob("[0-9]*"))
-    place = next((each for each in there if each.name.startswith(f"{iteration:06d}-")), None)
-    if place is None:
-        if len(there) >= KEPT:
-            return None
-        place = folder / f"{iteration:06d}-{kind}"
     place.mkdir(parents=True, exist_ok=True)
-    (place / "recipe.yaml").write_text(dump_recipe(recipe), encoding="utf-8")
+    if rank == 0 or fault is not None:
+        (place / "recipe.yaml").write_text(dump_recipe(recipe), encoding="utf-8")
     if weights:
-        save_file(
-            {name: value.detach().cpu().contiguous() for name, value in weights.items()}, place / WEIGHTS
-        )
+        save_file(_plain(weights), place / WEIGHTS)
     if fault is not None:
-        tensors = {name: value.detach().cpu().contiguous() for name, value in fault.tensors.items()}
-        save_file(tensors, place / f"batch-{rank}.safetensors")
+        save_file(_plain(fault.tensors), place / f"batch-{rank}.safetensors")
         content = {"kind": fault.kind, "message": fault.message, "iteration": iteration, **fault.details}
         text = json.dumps(content, indent=1, ensure_ascii=False, default=str)
         (place / f"fault-{rank}.json").write_text(text, encoding="utf-8")
-    return place
 
 
 def _plain(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -9,7 +9,7 @@ from flowcredit.console import Monitor
 from flowcredit.distributed import World
 from flowcredit.errors import InputError
 from flowcredit.experience import Experience
-from flowcredit.faults import Fault, FaultError, keep_fault
+from flowcredit.faults import Fault, FaultError, keep_fault, place_for
 from flowcredit.guard import Collapse, Guard, note
 from flowcredit.interrupts import Interrupt
 from flowcredit.progress import Progress, go_back, reward_weights
@@ -64,17 +64,25 @@ def heed(run: Run, why: str | None) -> None:
 
 def with_fault(run: Run, error: FaultError) -> str:
     """An error's message, with where its batch was kept."""
-    kept = None if error.fault is None else _keep(run, error.fault)
+    kept = None if error.fault is None else _kept_alone(run, error.fault)
     return str(error) if kept is None else f"{error}; its batch is kept: flowcredit replay {kept}"
 
 
-def _keep(run: Run, fault: Fault | None) -> Path | None:
-    """Write a fault and, where each process has them whole, the trained weights to the run's folder."""
+def _kept_alone(run: Run, fault: Fault) -> Path | None:
+    """Write a fault that this process alone knows of; returns where."""
+    place = place_for(run.folder.faults, fault.kind, run.progress.iteration)
+    if place is not None:
+        _keep(run, place, fault)
+    return place
+
+
+def _keep(run: Run, place: Path, fault: Fault | None) -> None:
+    """Write a fault and, where each process has them whole, the trained weights."""
     progress = run.progress
     weights = {} if fault is not None and fault.kind == "reward" else progress.parameters
     spread = run.setup.recipe.parallel.sharding == "sharded"
-    return keep_fault(
-        run.folder.faults,
+    keep_fault(
+        place,
         fault,
         progress.iteration,
         run.world.rank,
@@ -85,7 +93,7 @@ def _keep(run: Run, fault: Fault | None) -> Path | None:
 
 def tell_failures(run: Run, found: Experience) -> None:
     """Say which rewards failed on images that are skipped, and keep the first of these."""
-    kept = {name: _keep(run, fault) for name, fault in found.faults.items()}
+    kept = {name: _kept_alone(run, fault) for name, fault in found.faults.items()}
     for name, reason in found.counts.reasons.items():
         where = f" (kept: {kept[name]})" if kept.get(name) else ""
         run.monitor.say(
@@ -97,14 +105,19 @@ def tell_failures(run: Run, found: Experience) -> None:
 def on_fault(run: Run, fault: Fault | None) -> None:
     """Keep the batch of a loss or gradient that is not finite; every process comes here. Raises NonFinite
     where the recipe stops the run for it."""
-    kept = _keep(run, fault)
-    own = "a sum of gradients is no finite number" if fault is None else fault.message
-    told = [each for each in run.world.told(None if fault is None else own) if each is not None] or [own]
+    own = None if fault is None else [fault.kind, fault.message]
+    seen = [each for each in run.world.told(own) if each is not None]
+    kind, message = seen[0] if seen else ("update", "a sum of gradients is no finite number")
+    place = place_for(run.folder.faults, kind, run.progress.iteration)
+    # The first process decides: the others may look when it has written already.
+    kept = run.world.told(None if place is None else str(place))[0]
+    if kept is not None:
+        _keep(run, Path(kept), fault)
     where = "" if kept is None else f"; its batch is kept: flowcredit replay {kept}"
     train = run.setup.recipe.train
     if train.on_nonfinite == "stop":
         raise InputError(
-            f"iteration {run.progress.iteration + 1}: {told[0]}: training has diverged; go back to a"
+            f"iteration {run.progress.iteration + 1}: {message}: training has diverged; go back to a"
             f" checkpoint and lower train.learning_rate (now {train.learning_rate:g}){where}"
         )
-    run.monitor.say(f"iteration {run.progress.iteration + 1}: {told[0]}: optimizer step skipped{where}")
+    run.monitor.say(f"iteration {run.progress.iteration + 1}: {message}: optimizer step skipped{where}")
