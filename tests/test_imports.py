@@ -16,7 +16,7 @@ FLOORS = (
     ("errors",),
     ("distributed",),
     ("sharding",),
-    ("text_file", "quiet", "yaml_lines", "sections", "shapes", "image_grid", "console", "published"),
+    ("text_file", "disk", "quiet", "yaml_lines", "sections", "shapes", "image_grid", "console", "published"),
     ("visiting",),
     ("methods",),
     ("config",),

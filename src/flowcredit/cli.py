@@ -51,7 +51,7 @@ def main() -> None:
         sys.exit(BAD_INPUT)
     except OSError as error:
         # Of the user's disk: a full one, a folder that may not be written, a file where a folder should be.
-        if error.filename is None and error.errno != errno.ENOSPC:
+        if error.filename is None and error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
             raise
         print(f"flowcredit: {error.filename or 'writing'}: {error.strerror}", file=sys.stderr)
         sys.exit(BAD_INPUT)
