@@ -1,9 +1,14 @@
 """Tries to break what `docs/reliability.md` promises of a single run, on tiny models, on the CPU.
 
     python benchmarks/survival.py kill [--kills 50] [--method all] [--lora both] [--seed 0]
+    python benchmarks/survival.py corrupt [--trials 50] ...
+    python benchmarks/survival.py full [--trials 50] ...
+    python benchmarks/survival.py memory [--iterations 200] ...
 
 `kill` ends real processes by SIGKILL at random moments and compares what the run ends in with one that was
-never interrupted. Exit code 1 where a promise is broken.
+never interrupted; `corrupt` damages files of a stopped run and resumes it; `full` lets the disk be full at
+random moments; `memory` tells how a run's memory grows. Exit code 1 where a promise is broken. Several may
+be named, with commas.
 """
 
 import argparse
@@ -15,41 +20,60 @@ from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
-from survival_kill import Reference, kill_until, reference
+from survival_damage import corrupt, fill, stopped
+from survival_kill import kill_until, reference
+from survival_memory import memory
 from survival_world import build_world, cells
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """The program; its exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("what", choices=("kill",))
+    parser.add_argument("what", metavar="kill|corrupt|full|memory")
     parser.add_argument("--kills", type=int, default=50)
+    parser.add_argument("--trials", type=int, default=50)
+    parser.add_argument("--iterations", type=int, default=200)
     parser.add_argument("--method", default="all", metavar="NAMES")
     parser.add_argument("--lora", choices=("yes", "no", "both"), default="both")
     parser.add_argument("--seed", type=int, default=0)
     chosen = parser.parse_args(arguments)
+    wanted = chosen.what.split(",")
+    if set(wanted) - {"kill", "corrupt", "full", "memory"}:
+        parser.error(f"{chosen.what}: expected some of kill, corrupt, full, memory")
     _import_everything()
     with tempfile.TemporaryDirectory() as temporary:
         world = Path(temporary)
         build_world(world)
-        began = time.monotonic()
-        references = [reference(world, cell) for cell in cells(chosen.method, chosen.lora)]
-        print(f"{len(references)} runs without interruption, {time.monotonic() - began:.0f} s", flush=True)
-        return _kill(chosen, references, world)
+        broken = False
+        if wanted != ["memory"]:
+            broken = _survive(chosen, wanted, world)
+        if "memory" in wanted:
+            broken |= memory(cells(chosen.method, chosen.lora), chosen.iterations, world)
+    return int(broken)
 
 
-def _kill(chosen: argparse.Namespace, references: list[Reference], world: Path) -> int:
-    counts, wrong = kill_until(references, chosen.kills, chosen.seed, world)
-    return _tell("kill", counts, wrong)
+def _survive(chosen: argparse.Namespace, wanted: Sequence[str], world: Path) -> bool:
+    """Whether a promise was broken by any of what is ``wanted``."""
+    began = time.monotonic()
+    references = [reference(world, cell) for cell in cells(chosen.method, chosen.lora)]
+    print(f"{len(references)} runs without interruption, {time.monotonic() - began:.0f} s", flush=True)
+    broken = False
+    if "kill" in wanted:
+        broken |= _tell("kill", *kill_until(references, chosen.kills, chosen.seed, world))
+    if "corrupt" in wanted:
+        runs = [stopped(each, world) for each in references]
+        broken |= _tell("corrupt", *corrupt(runs, chosen.trials, chosen.seed, world))
+    if "full" in wanted:
+        broken |= _tell("full", *fill(references, chosen.trials, chosen.seed, world))
+    return broken
 
 
-def _tell(what: str, counts: Counter[str], wrong: list[str]) -> int:
+def _tell(what: str, counts: Counter[str], wrong: list[str]) -> bool:
     for line in wrong:
         print(line)
-    print(
-        f"{what}: {', '.join(f'{name} {count}' for name, count in counts.items())}; mismatches {len(wrong)}"
-    )
-    return int(bool(wrong))
+    told = ", ".join(f"{name} {counts[name]}" for name in sorted(counts))
+    print(f"{what}: {told}; mismatches {len(wrong)}", flush=True)
+    return bool(wrong)
 
 
 def _import_everything() -> None:

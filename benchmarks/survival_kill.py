@@ -10,7 +10,8 @@ from survival_lives import RUN, Aim, Life, live, operations, recorded
 from survival_sameness import differences
 from survival_world import Cell, write_recipe
 
-ITERATIONS = 4
+ITERATIONS = 5
+KILLS = "kills survived"
 TWICE = 0.3
 """The share of kills after which the resumed process is killed again at once."""
 MOST_LIVES = 12
@@ -50,7 +51,7 @@ def kill_until(
     counts: Counter[str] = Counter()
     wrong: list[str] = []
     trial = 0
-    while counts["kills"] < kills:
+    while counts[KILLS] < kills:
         chosen = references[trial % len(references)]
         folder = world / "killed"
         shutil.rmtree(folder, ignore_errors=True)
@@ -67,7 +68,7 @@ def _one_run(ref: Reference, folder: Path, rng: random.Random, kills: int, count
     allowed = rng.randint(1, MOST_LIVES)
     while True:
         aim = None
-        if deaths < allowed and counts["kills"] < kills:
+        if deaths < allowed and counts[KILLS] < kills:
             at_once = before and rng.random() < TWICE
             aim = Aim(rng.uniform(0, 0.3 * ref.seconds)) if at_once else _aim(ref, rng)
         life = live(folder, ref.recipe, aim)
@@ -93,7 +94,7 @@ def _aim(ref: Reference, rng: random.Random) -> Aim:
 
 
 def _count(folder: Path, aim: Aim | None, deaths: int, counts: Counter[str]) -> None:
-    counts["kills"] += 1
+    counts[KILLS] += 1
     counts["again before the end"] += deaths > 1
     run = folder / RUN
     counts["while a checkpoint was written"] += any(run.glob("checkpoints/.*.partial"))

@@ -7,7 +7,6 @@ be full, at any of them.
 import hashlib
 import json
 import os
-import random
 import resource
 import select
 import signal
@@ -29,7 +28,10 @@ from flowcredit.rollout import KeyedNoise
 
 RUN = Path("runs/run")
 NOISES = "noises.jsonl"
-LONGEST_S = 300.0
+OPERATIONS = "operations.txt"
+LONGEST_S = 1200.0
+MARK = b"!"
+"""Told where an aim's operation is reached."""
 
 
 @dataclass(frozen=True)
@@ -55,57 +57,64 @@ class Life:
         return self.code == -signal.SIGKILL
 
 
-def live(folder: Path, recipe: Path, aim: Aim | None = None, full: Aim | None = None, seed: int = 0) -> Life:
+def live(
+    folder: Path,
+    recipe: Path,
+    aim: Aim | None = None,
+    within: Callable[[], None] | None = None,
+) -> Life:
     """Train, or go on, in the working folder ``folder`` until the end or the ``aim``.
 
-    ``full``: the moment from which on no file of the run can grow by more than a few bytes, drawn by
-    ``seed``; only by its ``operation``.
+    ``within`` is called in the new process, before anything else.
     """
     said_here, said_there = os.pipe()
-    mark_here, mark_there = os.pipe()
+    told_here, told_there = os.pipe()
     began = time.monotonic()
     pid = os.fork()
     if pid == 0:
         os.close(said_here)
-        os.close(mark_here)
-        _be_a_run(folder, recipe, said_there, mark_there, aim, full, seed)
+        os.close(told_here)
+        _be_a_run(folder, recipe, said_there, told_there, aim, within)
     os.close(said_there)
-    os.close(mark_there)
+    os.close(told_there)
     try:
-        said = _watched(pid, said_here, mark_here, aim, began)
+        said, told = _watched(pid, said_here, told_here, aim, began)
     finally:
         os.close(said_here)
-        os.close(mark_here)
+        os.close(told_here)
+    with (folder / NOISES).open("a", encoding="utf-8") as file:
+        file.writelines(f"{line}\n" for line in told)
     _, status = os.waitpid(pid, 0)
     code = os.waitstatus_to_exitcode(status)
     return Life(code, said.decode(errors="replace"), time.monotonic() - began)
 
 
-def _watched(pid: int, said_here: int, mark_here: int, aim: Aim | None, began: float) -> bytes:
-    """What a life says until its end, which comes by ``aim`` or by itself."""
-    said, kill_at = b"", began + LONGEST_S
+def _watched(
+    pid: int, said_here: int, told_here: int, aim: Aim | None, began: float
+) -> tuple[bytes, list[str]]:
+    """What a life says until it ends, by ``aim`` or by itself, and what it tells of its noises."""
+    parts: dict[int, bytes] = {said_here: b"", told_here: b""}
+    kill_at = began + LONGEST_S
     if aim is not None and aim.operation is None:
         kill_at = began + aim.after_s
-    watched = [said_here, mark_here]
-    while said_here in watched:
-        ready, _, _ = select.select(watched, [], [], max(0.0, kill_at - time.monotonic()))
+    open_ends = set(parts)
+    while open_ends:
+        ready, _, _ = select.select(open_ends, [], [], max(0.0, kill_at - time.monotonic()))
         if not ready:
             os.kill(pid, signal.SIGKILL)
             kill_at = time.monotonic() + LONGEST_S
-        if mark_here in ready:
-            watched.remove(mark_here)
-            if os.read(mark_here, 1) and aim is not None:
-                kill_at = time.monotonic() + aim.after_s
-        if said_here in ready:
-            chunk = os.read(said_here, 65536)
-            said += chunk
+        for end in ready:
+            chunk = os.read(end, 65536)
+            parts[end] += chunk
             if not chunk:
-                watched.remove(said_here)
-    return said
+                open_ends.remove(end)
+            if end == told_here and MARK in chunk and aim is not None:
+                kill_at = time.monotonic() + aim.after_s
+    return parts[said_here], parts[told_here].replace(MARK, b"").decode().splitlines()
 
 
 def _be_a_run(
-    folder: Path, recipe: Path, said: int, mark: int, aim: Aim | None, full: Aim | None, seed: int
+    folder: Path, recipe: Path, said: int, told: int, aim: Aim | None, within: Callable[[], None] | None
 ) -> NoReturn:
     code = 70
     try:
@@ -114,12 +123,11 @@ def _be_a_run(
         os.dup2(said, 2)
         os.close(said)
         torch.set_num_threads(1)
-        run = RUN.absolute()
         if aim is not None and aim.operation is not None:
-            _at_operation(run, aim, _ending(mark, aim))
-        if full is not None:
-            _at_operation(run, full, _filling(seed))
-        _record_noises(folder / NOISES)
+            _at_operation(aim.operation, aim.among, _ending(told, aim))
+        if within is not None:
+            within()
+        _tell_noises(told)
         _without_report()
         resuming = (RUN / "recipe.yaml").is_file()
         sys.argv = ["flowcredit", "train", *(["--resume", str(RUN)] if resuming else [str(recipe)])]
@@ -134,76 +142,77 @@ def _be_a_run(
         os._exit(code)
 
 
-def _ending(mark: int, aim: Aim) -> Callable[[], None]:
+def _ending(told: int, aim: Aim) -> Callable[[], None]:
     def end() -> None:
         if aim.after_s == 0:
             os.kill(os.getpid(), signal.SIGKILL)
-        os.write(mark, b"x")
+        os.write(told, MARK)
 
     return end
 
 
-def _filling(seed: int) -> Callable[[], None]:
+def full_from(operation: int, room: int) -> Callable[[], None]:
+    """To be called ``within`` a life: from an operation on no file can grow beyond ``room`` bytes."""
+
     def fill() -> None:
-        most = random.Random(seed).choice((0, 1, 60, 400, 3000))
-        resource.setrlimit(resource.RLIMIT_FSIZE, (most, resource.RLIM_INFINITY))
+        resource.setrlimit(resource.RLIMIT_FSIZE, (room, resource.RLIM_INFINITY))
 
-    return fill
-
-
-def operations(folder: Path, among: str = "") -> int:
-    """How many operations on files the life recorded in ``folder`` had, of those with ``among``."""
-    return sum(among in line for line in (folder / "operations.txt").read_text().splitlines())
+    return lambda: _at_operation(operation, "", fill)
 
 
 def recorded(folder: Path, recipe: Path) -> Life:
     """A life without an end before its time, that also leaves a list of its operations on files."""
-    listing = folder / "operations.txt"
-    listing.touch()
-    return live(folder, recipe, full=Aim(0.0, None, str(listing)))
+    with (folder / OPERATIONS).open("a", encoding="utf-8", buffering=1) as listing:
+
+        def note(event: str, arguments: tuple[Any, ...]) -> None:
+            path = _changed(event, arguments)
+            if path is not None:
+                listing.write(f"{event} {path}\n")
+
+        return live(folder, recipe, within=lambda: sys.addaudithook(note))
 
 
-def _at_operation(run: Path, aim: Aim, act: Callable[[], None]) -> None:
-    """Calls ``act`` before the operation that ``aim`` counts to; lists them all where it counts to none."""
+def operations(folder: Path, among: str = "") -> int:
+    """How many operations on files the life recorded in ``folder`` had, of those with ``among``."""
+    return sum(among in line for line in (folder / OPERATIONS).read_text().splitlines())
+
+
+def _at_operation(operation: int, among: str, act: Callable[[], None]) -> None:
+    """Calls ``act`` before the so-manieth operation, from 1 on, on files with ``among`` in their path."""
     counted = 0
 
     def hook(event: str, arguments: tuple[Any, ...]) -> None:
         nonlocal counted
         path = _changed(event, arguments)
-        if path is None or not path.startswith(str(run)):
-            return
-        if aim.operation is None:
-            listing = os.open(aim.among, os.O_WRONLY | os.O_APPEND)
-            os.write(listing, f"{event} {path}\n".encode())
-            os.close(listing)
-        elif aim.among in path:
+        if path is not None and among in path:
             counted += 1
-            if counted == aim.operation:
+            if counted == operation:
                 act()
 
     sys.addaudithook(hook)
 
 
 def _changed(event: str, arguments: tuple[Any, ...]) -> str | None:
-    """The path that an audit event is about to change, if it is one of those."""
-    if event not in ("open", "os.rename", "os.mkdir", "os.rmdir", "os.remove", "os.truncate"):
+    """The path among the runs' files that an audit event is about to change, if it is one of those."""
+    if event not in ("open", "os.rename", "os.mkdir", "os.rmdir", "os.remove"):
         return None
-    if event == "open" and not int(arguments[2]) & (os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_DIRECTORY):
-        # Reading ends no life: but what is flushed to disk is opened for reading, and a checkpoint's weights
-        # are written by code that tells no event.
-        return str(arguments[0]) if ".partial" in str(arguments[0]) else None
-    path = arguments[0]
-    return os.path.abspath(os.fsdecode(path)) if isinstance(path, str | bytes | os.PathLike) else None
+    if not isinstance(arguments[0], str | bytes | os.PathLike):
+        return None
+    path = os.path.abspath(os.fsdecode(arguments[0]))
+    if not path.startswith(str(RUN.parent.absolute())):
+        return None
+    # Reading changes nothing, but what is flushed to disk is opened for it, and a checkpoint's tensors are
+    # written by code that tells no event.
+    read = event == "open" and not int(arguments[2]) & (os.O_WRONLY | os.O_RDWR)
+    return None if read and ".partial" not in path else path
 
 
-def _record_noises(file: Path) -> None:
+def _tell_noises(told: int) -> None:
     """Every noise that a run draws, by its key, as a digest: an evaluation's and a training iteration's."""
 
     def note(key: Sequence[object], value: Tensor) -> None:
         digest = hashlib.sha256(value.contiguous().numpy().tobytes()).hexdigest()[:16]
-        line = json.dumps(["/".join(str(part) for part in key), digest])
-        with file.open("a", encoding="utf-8") as stream:
-            stream.write(line + "\n")
+        os.write(told, (json.dumps(["/".join(str(part) for part in key), digest]) + "\n").encode())
 
     def noted(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
         def drawn(self: KeyedNoise, role: str, width: int) -> Tensor:

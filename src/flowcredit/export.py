@@ -1,5 +1,6 @@
 """Trained weights as files that plain diffusers loads, without this project."""
 
+import json
 import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -59,11 +60,29 @@ def _write_lora(model: PipelineFlow, state: Mapping[str, Tensor], folder: Path) 
     from peft import get_peft_model_state_dict
 
     network = model.pipeline.components[model.part]
+    # Sets have another order in every process: equal weights are to be equal files.
+    settings = {
+        name: sorted(value) if isinstance(value, set) else value
+        for name, value in network.peft_config["default"].to_dict().items()
+    }
     layers = {
         f"{model.part}_lora_layers": get_peft_model_state_dict(network, dict(state)),
-        f"{model.part}_lora_adapter_metadata": network.peft_config["default"].to_dict(),
+        f"{model.part}_lora_adapter_metadata": settings,
     }
     model.pipeline.save_lora_weights(folder, weight_name=LORA_FILE, **layers)
+    _order_header(folder / LORA_FILE)
+
+
+def _order_header(file: Path) -> None:
+    """Sort the notes in a safetensors file's header, which its library leaves in an order by chance."""
+    with file.open("r+b") as stream:
+        length = int.from_bytes(stream.read(8), "little")
+        header = json.loads(stream.read(length))
+        header["__metadata__"] = dict(sorted(header["__metadata__"].items()))
+        text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+        assert len(text) <= length, "a header has grown by being sorted"
+        stream.seek(8)
+        stream.write(text.ljust(length))
 
 
 def _write_pipeline(model: PipelineFlow, state: Mapping[str, Tensor], folder: Path) -> None:
