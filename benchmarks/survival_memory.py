@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-
-from flowcredit.run_folder import RunFolder
 from survival_lives import live
 from survival_world import Cell, write_recipe
+
+from flowcredit.run_folder import RunFolder
 
 SETTLED = 50
 """Iterations in which a run may still take memory: caches fill, the allocator finds its size."""
@@ -23,8 +23,13 @@ def live_tensors() -> int:
     return sum(isinstance(each, torch.Tensor) for each in gc.get_objects())
 
 
+def own_objects() -> int:
+    """Objects of the project's own types that something still holds."""
+    return sum(type(each).__module__.split(".")[0] == "flowcredit" for each in gc.get_objects())
+
+
 def _samples(folder: Path, recipe: Path) -> list[dict[str, float]]:
-    """The memory of a run after each of its iterations: bytes, tensors, objects."""
+    """The memory of a run after each of its iterations: bytes, tensors, own objects."""
     file = folder / "samples.jsonl"
     append = RunFolder.append_log
 
@@ -34,7 +39,7 @@ def _samples(folder: Path, recipe: Path) -> list[dict[str, float]]:
         if not file.exists():
             gc.freeze()  # What is there after the first iteration need not be counted in each.
         resident = int(Path("/proc/self/statm").read_text().split()[1]) * PAGE
-        sample = {"resident": resident, "tensors": live_tensors(), "objects": len(gc.get_objects())}
+        sample = {"resident": resident, "tensors": live_tensors(), "objects": own_objects()}
         with file.open("a", encoding="utf-8") as stream:
             stream.write(json.dumps(sample) + "\n")
 
@@ -59,7 +64,7 @@ def memory(chosen: list[Cell], iterations: int, world: Path) -> bool:
         print(
             f"memory of {cell}: {first['resident'] / 2**20:.1f} MiB at iteration {settled},"
             f" {mib:+.2f} MiB by iteration {len(samples)} ({1024 * mib / over:+.2f} KiB an iteration);"
-            f" tensors {tensors:+.0f}, objects {objects:+.0f}",
+            f" tensors {tensors:+.0f}, own objects {objects:+.0f}",
             flush=True,
         )
         grew |= tensors > 0 or objects > 0
