@@ -15,13 +15,13 @@ import argparse
 import importlib
 import sys
 import tempfile
-import time
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
-from survival_damage import corrupt, fill, stopped
-from survival_kill import kill_until, reference
+from survival_damage import corrupt, fill
+from survival_kill import kill_until
 from survival_memory import memory
 from survival_world import build_world, cells
 
@@ -44,27 +44,26 @@ def main(arguments: Sequence[str] | None = None) -> int:
     with tempfile.TemporaryDirectory() as temporary:
         world = Path(temporary)
         build_world(world)
-        broken = False
-        if wanted != ["memory"]:
-            broken = _survive(chosen, wanted, world)
+        broken = _survive(chosen, wanted, world)
         if "memory" in wanted:
             broken |= memory(cells(chosen.method, chosen.lora), chosen.iterations, world)
     return int(broken)
 
 
 def _survive(chosen: argparse.Namespace, wanted: Sequence[str], world: Path) -> bool:
-    """Whether a promise was broken by any of what is ``wanted``."""
-    began = time.monotonic()
-    references = [reference(world, cell) for cell in cells(chosen.method, chosen.lora)]
-    print(f"{len(references)} runs without interruption, {time.monotonic() - began:.0f} s", flush=True)
+    """Whether a promise was broken by any of what is ``wanted``; Ctrl-C ends one, and what it found is told."""
     broken = False
-    if "kill" in wanted:
-        broken |= _tell("kill", *kill_until(references, chosen.kills, chosen.seed, world))
-    if "corrupt" in wanted:
-        runs = [stopped(each, world) for each in references]
-        broken |= _tell("corrupt", *corrupt(runs, chosen.trials, chosen.seed, world))
-    if "full" in wanted:
-        broken |= _tell("full", *fill(references, chosen.trials, chosen.seed, world))
+    for name, attempt, times in (
+        ("kill", kill_until, chosen.kills),
+        ("corrupt", corrupt, chosen.trials),
+        ("full", fill, chosen.trials),
+    ):
+        if name in wanted:
+            counts: Counter[str] = Counter()
+            wrong: list[str] = []
+            with suppress(KeyboardInterrupt):
+                attempt(cells(chosen.method, chosen.lora), times, chosen.seed, world, counts, wrong)
+            broken |= _tell(name, counts, wrong)
     return broken
 
 

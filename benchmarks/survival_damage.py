@@ -5,12 +5,15 @@ import json
 import random
 import shutil
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
-from survival_kill import ITERATIONS, Reference
+from survival_kill import ITERATIONS, Reference, reference
 from survival_lives import RUN, Aim, Life, full_from, live
 from survival_sameness import differences
+from survival_world import Cell
 
 FAULTS = ("truncated", "bit flipped", "deleted", "emptied", "of another checkpoint")
 ROOM = (0, 1, 60, 400, 3000)
@@ -30,8 +33,10 @@ class Stopped:
         return sorted((self.folder / RUN / "checkpoints").glob("0*"))
 
 
-def stopped(ref: Reference, world: Path) -> Stopped:
-    """Kill a run of the reference's recipe there. SystemExit where it does not come to it."""
+@cache
+def stopped(world: Path, cell: Cell) -> Stopped:
+    """Kill a run of the cell there. SystemExit where it does not come to it."""
+    ref = reference(world, cell)
     folder = world / "stopped" / ref.cell.name
     folder.mkdir(parents=True)
     life = live(folder, ref.recipe, Aim(0.0, 1, f"/.{ITERATIONS:06d}.partial"))
@@ -41,13 +46,13 @@ def stopped(ref: Reference, world: Path) -> Stopped:
     return found
 
 
-def corrupt(runs: list[Stopped], trials: int, seed: int, world: Path) -> tuple[Counter[str], list[str]]:
-    """Damage the newest checkpoint, at times all of them or the log, and resume; counts and differences."""
-    counts: Counter[str] = Counter()
-    wrong: list[str] = []
+def corrupt(
+    cells: Sequence[Cell], trials: int, seed: int, world: Path, counts: Counter[str], wrong: list[str]
+) -> None:
+    """Damage the newest checkpoint, at times all of them or the log, and resume; as `kill_until`."""
     for trial in range(trials):
         rng = random.Random(f"{seed}/{trial}")
-        left = runs[trial % len(runs)]
+        left = stopped(world, cells[trial % len(cells)])
         folder = _fresh_copy(left.folder, world / "damaged")
         what = ("newest", "newest", "newest", "all", "log")[trial % 5]
         if what == "newest":
@@ -58,7 +63,6 @@ def corrupt(runs: list[Stopped], trials: int, seed: int, world: Path) -> tuple[C
             found = _log(left, folder, rng, counts)
         counts["trials"] += 1
         wrong += [f"{left.reference.cell}, trial {trial}: {line}" for line in found]
-    return counts, wrong
 
 
 def _newest(left: Stopped, folder: Path, rng: random.Random, counts: Counter[str]) -> list[str]:
@@ -137,13 +141,13 @@ def _flipped(content: bytes, suffix: str, rng: random.Random) -> bytes:
             return bytes(changed)
 
 
-def fill(references: list[Reference], trials: int, seed: int, world: Path) -> tuple[Counter[str], list[str]]:
+def fill(
+    cells: Sequence[Cell], trials: int, seed: int, world: Path, counts: Counter[str], wrong: list[str]
+) -> None:
     """Fill the disk at any operation of a run; it must stop in one line, lose nothing, and go on later."""
-    counts: Counter[str] = Counter()
-    wrong: list[str] = []
     for trial in range(trials):
         rng = random.Random(f"{seed}/{trial}")
-        ref = references[trial % len(references)]
+        ref = reference(world, cells[trial % len(cells)])
         folder = world / "full"
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir()
@@ -161,7 +165,6 @@ def fill(references: list[Reference], trials: int, seed: int, world: Path) -> tu
         counts["trials"] += 1
         found += differences(ref.folder, folder)
         wrong += [f"{ref.cell}, trial {trial}: {line}" for line in found]
-    return counts, wrong
 
 
 def _place(life: Life) -> str:

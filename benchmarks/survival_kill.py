@@ -3,7 +3,9 @@
 import random
 import shutil
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 from survival_lives import RUN, Aim, Life, live, operations, recorded
@@ -31,6 +33,7 @@ class Reference:
     """Operations in its folder of checkpoints."""
 
 
+@cache
 def reference(world: Path, cell: Cell, iterations: int = ITERATIONS) -> Reference:
     """Run the cell from its start to its end. SystemExit where it fails."""
     folder = world / "reference" / cell.name
@@ -45,21 +48,18 @@ def reference(world: Path, cell: Cell, iterations: int = ITERATIONS) -> Referenc
 
 
 def kill_until(
-    references: list[Reference], kills: int, seed: int, world: Path
-) -> tuple[Counter[str], list[str]]:
-    """``kills`` kills over the references in turn; counts, and a line for each difference."""
-    counts: Counter[str] = Counter()
-    wrong: list[str] = []
+    cells: Sequence[Cell], kills: int, seed: int, world: Path, counts: Counter[str], wrong: list[str]
+) -> None:
+    """``kills`` kills over the cells in turn; adds to the counts, and a line for each difference."""
     trial = 0
     while counts[KILLS] < kills:
-        chosen = references[trial % len(references)]
+        ref = reference(world, cells[trial % len(cells)])
         folder = world / "killed"
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir()
-        wrong += _one_run(chosen, folder, random.Random(f"{seed}/{trial}"), kills, counts)
+        wrong += _one_run(ref, folder, random.Random(f"{seed}/{trial}"), kills, counts)
         counts["runs"] += 1
         trial += 1
-    return counts, wrong
 
 
 def _one_run(ref: Reference, folder: Path, rng: random.Random, kills: int, counts: Counter[str]) -> list[str]:

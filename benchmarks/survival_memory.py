@@ -25,7 +25,7 @@ def live_tensors() -> int:
 
 def own_objects() -> int:
     """Objects of the project's own types that something still holds."""
-    return sum(type(each).__module__.split(".")[0] == "flowcredit" for each in gc.get_objects())
+    return sum(str(type(each).__module__).startswith("flowcredit.") for each in gc.get_objects())
 
 
 def _samples(folder: Path, recipe: Path) -> list[dict[str, float]]:

@@ -13,6 +13,7 @@ from flowcredit.checkpoint import (
     optimizer_tensors,
     restore_optimizer,
     save_checkpoint,
+    tidy,
 )
 from flowcredit.errors import InputError
 
@@ -133,6 +134,14 @@ def test_going_back_past_damaged_ones_keeps_what_is_written_then(tmp_path: Path)
     save(tmp_path, 3, keep_last=1)
     assert [entry.name for entry in tmp_path.iterdir()] == ["000003"]
     assert load_checkpoint(tmp_path / "000003").iteration == 3
+
+
+def test_tidying_leaves_the_newest_and_what_is_damaged_beyond_them(tmp_path: Path) -> None:
+    for iteration in (1, 2, 3, 4):
+        save(tmp_path, iteration, keep_last=4)
+    (tmp_path / ".000005.partial").mkdir()
+    tidy(tmp_path, 3, keep_last=2)
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == ["000002", "000003", "000004"]
 
 
 def test_state_holds_a_hash_of_every_file(tmp_path: Path) -> None:

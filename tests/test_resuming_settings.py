@@ -1,4 +1,4 @@
-"""Every setting of a recipe: refused when a resumed run would be another by it, or listed as free to change."""
+"""Every setting of a recipe: refused where a resumed run would be another by it, or listed as free."""
 
 import itertools
 import json
@@ -49,6 +49,7 @@ TOGETHER = {
     # Settings that a valid recipe of the test cannot change without another one.
     "algorithm.fan_out": ["algorithm={name: branch_grpo, fan_out: 3, split_steps: [0], group_size: 3}"],
     "noise.table": ["noise={kind: table, table: psi.json}"],
+    "algorithm.pairs": ["algorithm={name: dpo, pairs: file}", "rewards=[]"],
     "algorithm.name": ["algorithm={name: dense_grpo}"],
     "weights.rank": ["weights={method: lora, rank: 3}"],
     "weights.alpha": ["weights={method: lora, alpha: 3}"],
@@ -138,7 +139,7 @@ def test_every_setting_is_refused_or_free(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("setting", TOGETHER)
 def test_what_cannot_change_alone_is_refused_with_another(setting: str, tmp_path: Path) -> None:
-    method = "branch_grpo" if setting == "algorithm.fan_out" else "g2rpo"
+    method = {"algorithm.fan_out": "branch_grpo", "algorithm.pairs": "dpo"}.get(setting, "g2rpo")
     with pytest.raises(InputError, match="a resumed run cannot change"):
         read_back(run_of(method, tmp_path), TOGETHER[setting])
 

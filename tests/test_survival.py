@@ -28,7 +28,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 ROOT = Path(__file__).parents[1]
 
 
-def survival(*arguments: str, before: str = "") -> subprocess.CompletedProcess[str]:
+def survival(*arguments: str, before: str = "pass") -> subprocess.CompletedProcess[str]:
     """The program in a process of its own, since it forks; ``before``: code that breaks something first."""
     code = f"import sys, survival; {before}; sys.exit(survival.main(sys.argv[1:]))"
     paths = os.pathsep.join([str(ROOT / "src"), str(ROOT / "benchmarks")])
@@ -133,7 +133,7 @@ def test_iterations_leave_nothing_in_memory(
         append(self, record)
         gc.collect()
         kinds = [type(each) for each in gc.get_objects()]
-        own = Counter(str(kind) for kind in kinds if kind.__module__.split(".")[0] == "flowcredit")
+        own = Counter(str(kind) for kind in kinds if str(kind.__module__).startswith("flowcredit."))
         own["tensors"] = sum(issubclass(kind, torch.Tensor) for kind in kinds)
         held.append(own)
 

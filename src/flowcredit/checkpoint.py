@@ -48,8 +48,7 @@ def save_checkpoint(
     takes no more; then nothing is changed.
     """
     final, partial = folder / f"{iteration:06d}", folder / f".{iteration:06d}.partial"
-    for left_over in folder.glob(".*.partial"):
-        shutil.rmtree(left_over)
+    tidy(folder, iteration, keep_last)
     try:
         with writing(final, SafetensorError):
             _write(partial, iteration, groups, state)
@@ -59,11 +58,19 @@ def save_checkpoint(
     shutil.rmtree(final, ignore_errors=True)
     partial.replace(final)
     _flush(folder)
-    numbered = _numbered(folder)
-    place = numbered.index(final) + 1
-    for other in [*numbered[: max(0, place - keep_last)], *numbered[place:]]:
-        shutil.rmtree(other)
+    for later in _numbered(folder):
+        if int(later.name) > iteration:
+            shutil.rmtree(later)
+    tidy(folder, iteration, keep_last)
     return final
+
+
+def tidy(folder: Path, iteration: int, keep_last: int) -> None:
+    """Remove what is only half written, and of the checkpoints up to ``iteration`` all but ``keep_last``."""
+    for left_over in folder.glob(".*.partial"):
+        shutil.rmtree(left_over)
+    for old in [each for each in _numbered(folder) if int(each.name) <= iteration][:-keep_last]:
+        shutil.rmtree(old)
 
 
 def _write(folder: Path, iteration: int, groups: Groups, state: Mapping[str, Any]) -> None:

@@ -13,7 +13,7 @@ from rich.console import Console
 from torch import Tensor
 
 from flowcredit.assembly import Setup, assemble, build_grid
-from flowcredit.checkpoint import Checkpoint, optimizer_tensors, restore_optimizer, save_checkpoint
+from flowcredit.checkpoint import Checkpoint, optimizer_tensors, restore_optimizer, save_checkpoint, tidy
 from flowcredit.comparison import alarms, evaluation_table, format_summary, summarise
 from flowcredit.config import Recipe
 from flowcredit.console import Monitor
@@ -129,6 +129,7 @@ def resume(run_dir: Path, overrides: Sequence[str] = (), console: Console | None
         if world.first:
             folder.write_recipe(recipe)
             folder.cut_log(progress.iteration)
+            tidy(folder.checkpoints, progress.iteration, recipe.checkpoint.keep_last)
         console.print(f"resuming {run_dir} after iteration {progress.iteration}", highlight=False)
         _run(setup, folder, progress, console)
 
