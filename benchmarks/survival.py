@@ -51,7 +51,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _survive(chosen: argparse.Namespace, wanted: Sequence[str], world: Path) -> bool:
-    """Whether a promise was broken by any of what is ``wanted``; Ctrl-C ends one, and what it found is told."""
+    """Whether a promise was broken by any of what is ``wanted``; after Ctrl-C, as far as it came."""
     broken = False
     for name, attempt, times in (
         ("kill", kill_until, chosen.kills),

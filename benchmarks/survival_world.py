@@ -107,7 +107,8 @@ def _recipe(folder: Path, cell: Cell, iterations: int) -> dict[str, Any]:
     method = "dpo" if cell.method == FROM_FILE else cell.method
     tree = {"name": method, "num_steps": 3, "group_size": 2, **TREES.get(method, {})}
     prompts = dict.fromkeys(("train", "heldout"), str(folder / "prompts.txt"))
-    rewards, watch = ["survival_world:nuance"], []
+    rewards: list[str] = ["survival_world:nuance"]
+    watch: list[str] = []
     if cell.method == FROM_FILE:
         tree["pairs"], prompts["train"] = "file", str(folder / "pairs.csv")
         rewards, watch = watch, rewards

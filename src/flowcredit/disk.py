@@ -13,9 +13,10 @@ def writing(path: Path, *also: type[Exception]) -> Iterator[None]:
 
     ``also``: what a library raises in place of OSError.
     """
+    caught: tuple[type[Exception], ...] = (OSError, *also)
     try:
         yield
-    except (OSError, *also) as error:
+    except caught as error:
         why = (error.strerror if isinstance(error, OSError) else None) or str(error)
         raise InputError(
             f"{path}: cannot be written ({why}); make room on its disk, or let it be written"
