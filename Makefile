@@ -10,7 +10,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 # What the project's own checks look at: a clone may hold a user's files besides.
-CODE := src tests benchmarks examples
+CODE := src tests benchmarks reliability examples
 # Further words for the demo's command, as in: make demo ARGS="name=second train.iterations=20"
 ARGS ?=
 

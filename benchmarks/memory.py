@@ -34,11 +34,11 @@ import tiny_sd3
 from flowcredit.advantages import credit_steps
 from flowcredit.assembly import Setup, assemble
 from flowcredit.config import Recipe
+from flowcredit.leaf_scoring import score_leaves
 from flowcredit.memory.estimate import estimate
 from flowcredit.objectives import policy_sets
 from flowcredit.quiet import quiet_libraries
 from flowcredit.rollout import KeyedNoise, Rollout, rollout
-from flowcredit.scoring import score_leaves
 from flowcredit.update import update_policy
 from flowcredit.weights import EMA, trainable_parameters
 

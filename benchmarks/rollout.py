@@ -24,13 +24,14 @@ from torch import Tensor
 
 from flowcredit.algorithms import build
 from flowcredit.interfaces import FlowModel
+from flowcredit.leaf_scoring import score_leaves
 from flowcredit.methods import AlgorithmSettings, DenseGRPOSettings, G2RPOSettings
 from flowcredit.models.loading import load_model
 from flowcredit.plan import Plan
 from flowcredit.prompts import PromptSet, load_prompts
 from flowcredit.rewards.loading import load_reward
 from flowcredit.rollout import KeyedNoise, rollout, rows_of
-from flowcredit.scoring import score_images, score_leaves
+from flowcredit.scoring import score_images
 from flowcredit.shapes import bundled_path
 from flowcredit.time_grid import shifted_linear
 from flowcredit.transition import Kernel, euler, make_kernel

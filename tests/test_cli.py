@@ -334,7 +334,13 @@ def test_plan_names_a_damaged_file(run: Run) -> None:
     index = {"_class_name": "FluxPipeline", "transformer": ["diffusers", "FluxTransformer2DModel"]}
     (folder / "model_index.json").write_text(json.dumps(index))
     (folder / "transformer/config.json").write_text("{}")
-    assert "broken: a config.json lacks" in run("plan", "small.yaml", "model.path=broken")[2]
+    assert "model_index.json lists no vae" in run("plan", "small.yaml", "model.path=broken")[2]
+    (folder / "model_index.json").write_text(json.dumps(index | {"vae": ["diffusers", "AutoencoderKL"]}))
+    assert "broken/vae/config.json: no such file" in run("plan", "small.yaml", "model.path=broken")[2]
+    (folder / "vae").mkdir()
+    (folder / "vae/config.json").write_text("{}")
+    err = run("plan", "small.yaml", "model.path=broken")[2]
+    assert "broken/vae/config.json: lacks 'block_out_channels'; expected the config" in err
     (folder / "transformer/config.json").write_text("{")
     code, _, err = run("plan", "small.yaml", "model.path=broken")
     assert code == 2

@@ -16,12 +16,13 @@ import pytest
 import yaml
 from rich.console import Console
 
-from flowcredit import cli, trainer
+from flowcredit import cli
 from flowcredit.compare import processes
 from flowcredit.compare.arms import from_words
 from flowcredit.compare.command import adjusted, compare_command
 from flowcredit.compare.runs import plan_runs
 from flowcredit.errors import InputError
+from flowcredit.progress import save
 from test_report import Page, panels
 from tiny_flux import build_tiny_flux
 
@@ -278,14 +279,13 @@ def test_a_killed_run_is_told_then_resumed_to_the_same_results(
     shutil.rmtree(out / "g-rpo" / "seed-1")
     (out / "g-rpo" / "seed-1.steps-2.json").unlink()
     (out / "results.json").unlink()
-    save = trainer._save
 
     def killed(folder: Any, progress: Any, recipe: Any) -> None:
         if folder.path.parent.name == "g-rpo" and recipe.seed == 1 and progress.iteration == 3:
             raise Killed
         save(folder, progress, recipe)
 
-    monkeypatch.setattr(trainer, "_save", killed)
+    monkeypatch.setattr("flowcredit.trainer.save", killed)
     said = io.StringIO()
     comparison, budget = adjusted(from_words([str(file)], []))
     assert not compare_command(comparison, budget, out, 2, Done, Console(file=said, width=200))
@@ -295,7 +295,7 @@ def test_a_killed_run_is_told_then_resumed_to_the_same_results(
     assert any("G²RPO, seed 1 is not finished: 3 of 4 iterations" in text for text in page.texts)
     assert page.row("G²RPO")[1].endswith("(1 of 2 seeds)")
     assert len(results(out)["arms"][1]["runs"]) == 2
-    monkeypatch.setattr(trainer, "_save", save)
+    monkeypatch.setattr("flowcredit.trainer.save", save)
     assert run(file, out)
     assert "resuming" in (out / "g-rpo" / "seed-1.log").read_text()
     assert results(out) == results(whole)
@@ -306,16 +306,22 @@ def test_a_run_that_cannot_begin_is_told_and_ends_with_code_1(
     file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     recipe = str(file.with_name("recipe.yaml"))
-    words = ["compare", recipe, "--arm", f"broken: {recipe} model.path=nowhere", "--budget", "nfe=6"]
+    words = [
+        "compare",
+        recipe,
+        "--arm",
+        f"broken: {recipe} rewards.0.name=simple_rewards:no",
+        "--budget",
+        "nfe=6",
+    ]
     monkeypatch.setattr(sys, "argv", ["flowcredit", *words, "--seeds", "1", "--out", str(tmp_path / "out")])
     with pytest.raises(SystemExit) as end:
         cli.main()
     assert end.value.code == 1
     out = capsys.readouterr().out
-    assert "FAILED broken, seed 0: exit code 2" in out
+    assert "FAILED broken, seed 0: exit code 2, reward 'simple_rewards:no': module" in out
     assert "\n    flowcredit: " in out
-    assert "nowhere" in out
-    assert "| broken | **not there yet** |" in out
+    assert "| broken | not there yet | not there yet |" in out
 
 
 @pytest.mark.parametrize(

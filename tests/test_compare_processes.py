@@ -90,7 +90,8 @@ def test_a_failure_is_told_with_its_last_lines_and_the_others_go_on(tmp_path: Pa
     ]
     failures = {each.name: each for each in run_tasks(tasks, 1, start, Said())}
     assert failures.keys() == {"fails", "killed", "nothing"}
-    assert (failures["fails"].why, failures["killed"].why) == ("exit code 1", "was ended by SIGKILL")
+    assert failures["fails"].why == "exit code 1, no such thing"
+    assert failures["killed"].why == "was ended by SIGKILL"
     assert set(failures["fails"].last_lines) == {"5", "6", "7", "8", "flowcredit: no such thing"}
     assert "what it was to write is not there" in failures["nothing"].why
     assert failures["nothing"].last_lines == ()

@@ -28,7 +28,7 @@ from flowcredit.comparison import (
     paired_change,
     summarise,
 )
-from flowcredit.config import EvaluationSettings, Recipe, ScoringSettings
+from flowcredit.config import Recipe
 from flowcredit.errors import InputError
 from flowcredit.evaluate import evaluate, evaluate_command, sample, sample_command
 from flowcredit.evaluation_files import load_evaluation, save_evaluation
@@ -36,6 +36,7 @@ from flowcredit.image_grid import save_grid, tile_box, to_pixels
 from flowcredit.interfaces import Conditioning
 from flowcredit.prompts import PromptSet
 from flowcredit.run_folder import RunFolder
+from flowcredit.running import EvaluationSettings, ScoringSettings
 from flowcredit.time_grid import shifted_linear
 from flowcredit.weights import trainable_parameters
 from tiny_flux import build_tiny_flux

@@ -1,6 +1,9 @@
 """Exported weights, read back by plain diffusers: same image, same strength."""
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -13,6 +16,7 @@ from torch import Tensor
 from flowcredit.errors import InputError
 from flowcredit.export import LORA_FILE, export_weights
 from flowcredit.models.loading import PipelineFlow
+from flowcredit.pipeline_folder import sort_metadata
 from flowcredit.weights import EMA, prepare_weights, trainable_parameters
 from tiny_flux import build_tiny_flux, euler_images, load_tiny_flux, pipeline_images
 
@@ -58,6 +62,33 @@ def test_exported_lora_has_the_same_strength_in_plain_diffusers(folder: Path, tm
     bare.mkdir()
     save_file(weights, bare / LORA_FILE, metadata={"format": "pt"})
     assert (images - plain_diffusers(folder, bare)).abs().max() > 1e-2
+
+
+EXPORTS = """
+import sys
+from pathlib import Path
+from test_export import trained
+from flowcredit.export import export_weights
+export_weights(trained(Path(sys.argv[1]), "lora"), sys.argv[2])
+"""
+
+
+def test_equal_lora_weights_are_equal_bytes_in_every_process(folder: Path, tmp_path: Path) -> None:
+    """Sets and tables have another order in each process; a resumed run is another one."""
+    for seed in ("1", "2"):
+        environment = {**os.environ, "PYTHONHASHSEED": seed, "PYTHONPATH": os.pathsep.join(sys.path)}
+        words = [sys.executable, "-c", EXPORTS, str(folder), str(tmp_path / seed)]
+        subprocess.run(words, env=environment, check=True, capture_output=True)
+    here = export_weights(trained(folder, "lora"), tmp_path / "here") / LORA_FILE
+    first, second = ((tmp_path / seed / LORA_FILE).read_bytes() for seed in ("1", "2"))
+    assert first == second == here.read_bytes()
+    # Nothing but the order is changed by it.
+    names = load_file(here)
+    save_file(names, tmp_path / "plain", metadata={"b": "ö", "a": '"', "format": "pt"})
+    sort_metadata(tmp_path / "plain")
+    with safe_open(tmp_path / "plain", framework="pt") as file:
+        assert file.metadata() == {"b": "ö", "a": '"', "format": "pt"}
+        assert all(torch.equal(file.get_tensor(name), value) for name, value in names.items())
 
 
 def test_lora_file_says_rank_alpha_and_targets(folder: Path, tmp_path: Path) -> None:

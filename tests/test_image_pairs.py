@@ -95,13 +95,26 @@ def test_bad_images_are_named_by_line_before_a_run(
     tmp_path: Path, make: Callable[[Path], Any], told: str
 ) -> None:
     picture(tmp_path / "a.png")
+    picture(tmp_path / "b.png")
     make(tmp_path)
     prompts = pairs_file(
-        tmp_path, {"chosen": "a.png", "rejected": "a.png"}, {"chosen": "a.png", "rejected": "bad.png"}
+        tmp_path, {"chosen": "a.png", "rejected": "b.png"}, {"chosen": "a.png", "rejected": "bad.png"}
     )
     for look in (check_pairs, read_pairs):
         with pytest.raises(InputError, match=rf'pairs\.jsonl:2: "rejected" \S*bad\.png: {told}'):
             look(prompts, COLUMNS, 24, 32)
+
+
+@pytest.mark.parametrize("other", ["a.png", "./a.png", "linked.png"])
+def test_a_pair_of_one_file_is_refused(tmp_path: Path, other: str) -> None:
+    picture(tmp_path / "a.png")
+    picture(tmp_path / "b.png")
+    (tmp_path / "linked.png").symlink_to(tmp_path / "a.png")
+    prompts = pairs_file(
+        tmp_path, {"chosen": "b.png", "rejected": "a.png"}, {"chosen": "a.png", "rejected": other}
+    )
+    with pytest.raises(InputError, match=r'pairs\.jsonl:2: "rejected" \S+: is the file of "chosen" too'):
+        check_pairs(prompts, COLUMNS, 24, 32)
 
 
 def test_an_image_cut_short_is_named_when_it_is_read(tmp_path: Path) -> None:

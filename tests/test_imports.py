@@ -13,14 +13,30 @@ ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "src" / "flowcredit"
 
 FLOORS = (
-    ("errors",),
-    ("distributed",),
-    ("sharding",),
-    ("text_file", "disk", "quiet", "yaml_lines", "sections", "shapes", "image_grid", "console", "published"),
+    ("errors", "visible", "nearest"),
+    ("distributed", "background"),
+    ("sharding", "interrupts"),
+    (
+        "text_file",
+        "disk",
+        "quiet",
+        "yaml_lines",
+        "sections",
+        "shapes",
+        "image_grid",
+        "console",
+        "published",
+        "pipeline_folder",
+        "limits",
+        "known_rewards",
+        "destinations",
+    ),
+    ("lora_file",),
     ("visiting",),
-    ("methods",),
+    ("methods", "running"),
     ("config",),
     ("recipe_io", "prompt_files", "noise_table"),
+    ("faults",),
     ("prompts",),
     ("plan", "time_grid", "credit", "image_pairs"),
     ("noise", "step_rewards", "plan_picture"),
@@ -30,16 +46,20 @@ FLOORS = (
     ("algorithms",),
     ("rollout", "scoring", "memory", "costs"),
     ("models", "rewards"),
-    ("objectives", "demands"),
+    ("objectives", "demands", "leaf_scoring", "readiness"),
     ("neighbours", "preference"),
     ("weights", "checkpoint", "update", "run_folder", "export", "comparison"),
     ("assembly", "training_log", "resuming"),
-    ("measurement", "experience", "introduction", "model_card"),
     ("evaluation_files",),
+    ("standing",),
+    ("sampling", "progress", "guard"),
+    ("measurement", "experience", "introduction", "model_card"),
     ("evaluate", "calibration", "diagnostics"),
     ("report", "calibrate", "check"),
+    ("recovery",),
     ("trainer", "serving", "compare"),
-    ("cli_inputs", "plan_command"),
+    ("api", "cli_inputs", "plan_command"),
+    ("checkpoint_export", "replay"),
     ("tool_commands",),
     ("cli",),
     ("__main__",),
@@ -49,9 +69,11 @@ FLOORS = (
 FLOOR = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
 LIGHT = (
     "errors",
+    "visible",
     "text_file",
     "yaml_lines",
     "sections",
+    "running",
     "methods",
     "published",
     "config",
@@ -71,6 +93,13 @@ LIGHT = (
     "memory/estimate",
     "memory/folders",
     "memory/tape",
+    "memory/fitness",
+    "readiness",
+    "pipeline_folder",
+    "lora_file",
+    "limits",
+    "known_rewards",
+    "destinations",
 )
 HEAVY = {
     "torch",
@@ -149,7 +178,7 @@ def _functions(tree: ast.AST) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef
 
 def test_files_and_functions_stay_short() -> None:
     long = []
-    for folder in ("src", "tests", "benchmarks"):
+    for folder in ("src", "tests", "benchmarks", "reliability"):
         for file in sorted((ROOT / folder).rglob("*.py")):
             text = file.read_text(encoding="utf-8")
             name = file.relative_to(ROOT)

@@ -6,6 +6,8 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from adapters import train_stand_in
@@ -74,5 +76,20 @@ def test_what_is_no_lora_is_refused(tmp_path: Path) -> None:
     other = load(build_tiny_sd3(tmp_path / "sd3"))
     train_stand_in(other, "lora")
     lora = export_weights(other, tmp_path / "lora")
-    with pytest.raises(InputError, match=r"model\.lora .*lora: cannot be put on this FluxPipeline"):
+    # Told by the names in its file, not by what the libraries say of it ("safe to ignore").
+    with pytest.raises(InputError, match=r"lora: is no LoRA for this FluxTransformer2DModel: it adapts \S+"):
         load(folder, lora)
+
+
+def test_a_lora_that_holds_no_numbers_is_named(tmp_path: Path) -> None:
+    folder = build_tiny_flux(tmp_path / "model")
+    model = load(folder)
+    train_stand_in(model, "lora")
+    file = export_weights(model, tmp_path / "lora") / LORA_FILE
+    with safe_open(file, framework="pt") as opened:
+        metadata = opened.metadata()
+    tensors = load_file(file)
+    next(iter(tensors.values()))[0, 0] = torch.nan
+    save_file(tensors, file, metadata=metadata)
+    with pytest.raises(InputError, match=r"^model\.lora \S*lora: weights that hold NaN or infinity: "):
+        load(folder, tmp_path / "lora")

@@ -30,6 +30,20 @@ def test_shipped_recipes_are_whole(name: str) -> None:
     assert build(recipe.algorithm).plan.velocity_evaluations > 0
 
 
+def _trial() -> list[str]:
+    """The overrides of the small trial run that the README shows."""
+    text = (RECIPES.parent / "README.md").read_text(encoding="utf-8")
+    (command,) = (part for part in text.split("```") if "name=trial" in part)
+    return [word for word in command.split() if "=" in word and not word.startswith("model.")]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_small_trial_of_the_readme_fits_every_recipe(name: str) -> None:
+    trial = load_recipe(RECIPES / f"{name}.yaml", _trial())
+    assert trial.train.iterations * trial.train.prompts_per_iteration == 4
+    assert trial.evaluation.prompts == 4
+
+
 def test_there_is_the_demo_recipe() -> None:
     assert (RECIPES / "shapes_g2rpo.yaml").is_file()
 

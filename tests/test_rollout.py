@@ -13,12 +13,12 @@ from flowcredit.advantages import leaf_advantages
 from flowcredit.algorithms import g2rpo
 from flowcredit.config import TrainSettings
 from flowcredit.interfaces import Reward
+from flowcredit.leaf_scoring import score_leaves
 from flowcredit.methods import G2RPOSettings
 from flowcredit.models.gaussian import GaussianFlow, GaussianMixtureFlow, MixtureVelocity
 from flowcredit.objectives import policy_sets
 from flowcredit.plan import Anchor, Plan, Segment, strided_path
 from flowcredit.rollout import KeyedNoise, Rollout, rollout
-from flowcredit.scoring import score_leaves
 from flowcredit.time_grid import shifted_linear
 from flowcredit.transition import euler, flow_sde, make_kernel
 from flowcredit.update import update_policy

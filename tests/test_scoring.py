@@ -11,8 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from flowcredit.interfaces import Conditioning, Reward
+from flowcredit.leaf_scoring import ScoreCounts, score_leaves
 from flowcredit.plan import Plan, Segment
-from flowcredit.scoring import PartialFailure, RewardError, ScoreCounts, score_images, score_leaves
+from flowcredit.scoring import PartialFailure, RewardError, score_images
 
 
 @dataclass

@@ -6,11 +6,13 @@ import json
 import os
 import signal
 import socket
+import struct
 import subprocess
 import sys
 import threading
 import urllib.error
 import urllib.request
+import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -122,6 +124,15 @@ def png(size: tuple[int, int] = (4, 4), mode: str = "RGB", kind: str = "PNG") ->
     return base64.b64encode(buffer.getvalue()).decode()
 
 
+def forged(width: int, height: int, depth: int = 8) -> str:
+    """The head of a PNG, and not one of the pixels that it promises."""
+    head = b"IHDR" + struct.pack(">IIBBBBB", width, height, depth, 2, 0, 0, 0)
+    parts = (b"\x89PNG\r\n\x1a\n", struct.pack(">I", 13), head, struct.pack(">I", zlib.crc32(head)))
+    data = b"IDAT" + zlib.compress(b"")
+    more = (struct.pack(">I", len(data) - 4), data, struct.pack(">I", zlib.crc32(data)))
+    return base64.b64encode(b"".join(parts + more)).decode()
+
+
 def body(**changes: Any) -> dict[str, Any]:
     request = {
         "protocol": "flowcredit-reward/1",
@@ -179,7 +190,15 @@ BAD: dict[str, tuple[Any, int, str]] = {
     "grey": (body(images=[png(mode="L")] * 2), 400, "images.0 has the mode L; expected 8-bit RGB"),
     "cut off": (body(images=[png((64, 64))[:-40]] * 2), 400, "images.0"),
     "two sizes": (body(images=[png(), png((4, 5))]), 400, "images.1 has 4 x 5 pixels, images.0 4 x 4"),
-    "a bomb": (body(images=[png((9000, 9000))] * 2), 400, "exceed 134,217,728 pixels"),
+    "a bomb": (body(images=[forged(60_000, 60_000)] * 2), 400, "images.0 has 60000 x 60000 pixels"),
+    "a large batch": (
+        body(images=[forged(8000, 8000)] * 3, prompts=["p"] * 3),
+        400,
+        "exceed 134,217,728 pixels",
+    ),
+    "deep colours": (body(images=[forged(4, 4, depth=16)] * 2), 400, "images.0 has 16 bits a colour"),
+    "a column called images": (body(columns={"images": [1, 2]}), 400, "columns.images: "),
+    "a column called prompts": (body(columns={"prompts": [1, 2]}), 400, "columns.prompts: "),
     "too long": (b" " * (2 << 20), 413, "at most 1,048,576"),
 }
 

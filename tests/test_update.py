@@ -10,6 +10,7 @@ from torch import Tensor
 from flowcredit.algorithms import g2rpo
 from flowcredit.config import TrainSettings
 from flowcredit.errors import InputError
+from flowcredit.faults import NonFinite
 from flowcredit.methods import G2RPOSettings
 from flowcredit.models.gaussian import GaussianMixtureFlow, MixtureVelocity
 from flowcredit.objectives import policy_sets
@@ -152,9 +153,17 @@ def test_a_gradient_that_is_not_finite_is_refused_before_weights_change() -> Non
     first = next(iter(advantages))
     advantages[first] = torch.full_like(advantages[first], torch.nan)
     before = weights_of(model).means.detach().clone()
-    with pytest.raises(InputError, match=r"gradient norm is nan.*learning_rate"):
-        update(model, (done, advantages), 1e-3)
+    with pytest.raises(NonFinite, match=r"the loss is nan in a batch of 2 states") as caught:
+        update(model, (done, advantages), 1e-3, micro_batch_size=8)
     assert torch.equal(weights_of(model).means, before)
+    fault = caught.value.fault
+    assert fault is not None
+    # The batch is that of the first step's states alone, which the loss's gradient is not finite at.
+    assert fault.kind == "loss"
+    assert fault.tensors["x"].shape[0] == 2
+    assert fault.tensors["grad_v"].isnan().all()
+    x = torch.cat([step.x for step in done.transitions if step.segment == first]).flatten(0, 1)
+    assert torch.equal(fault.tensors["x"], x[: len(fault.tensors["x"])])
 
 
 @pytest.mark.parametrize(

@@ -26,7 +26,8 @@ from flowcredit.calibration import (
     settled_levels,
 )
 from flowcredit.config import Recipe
-from flowcredit.console import Monitor
+from flowcredit.console import Monitor, say
+from flowcredit.destinations import check_file
 from flowcredit.errors import InputError
 from flowcredit.evaluate import weights_of
 from flowcredit.run_folder import write_text
@@ -47,6 +48,7 @@ def calibrate_command(
     gain_settings(recipe)
     if out.exists():
         raise InputError(f"{out} exists already; a noise table is not written over")
+    check_file(out, "--out")
     console = console or Console()
     setup = assemble(recipe)
     with weights_of(setup.model, run_dir):
@@ -54,7 +56,7 @@ def calibrate_command(
     write_text(out, json.dumps(content, indent=1) + "\n")
     out.with_name(out.name + ".rounds").unlink()
     console.print(_table(content["steps"]))
-    console.print(f"noise table: {out}", highlight=False, soft_wrap=True)
+    say(console, f"noise table: {out}")
 
 
 def _calibrate(setup: Setup, rounds: Path, console: Console) -> dict[str, Any]:
@@ -62,7 +64,7 @@ def _calibrate(setup: Setup, rounds: Path, console: Console) -> dict[str, Any]:
     settings, trace = setup.recipe.calibration, trace_of(setup)
     state = read_state(rounds, trace) if rounds.exists() else begin(start_levels(setup), settings)
     if state.rounds:
-        console.print(f"going on after {len(state.rounds)} rounds: {rounds}", highlight=False)
+        say(console, f"going on after {len(state.rounds)} rounds: {rounds}")
     _, evaluations = round_size(setup.recipe)
     with Monitor(console, settings.rounds, len(state.rounds), 1) as monitor:
         while not finished(state, settings):

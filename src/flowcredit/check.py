@@ -9,13 +9,16 @@ from dataclasses import dataclass
 
 import torch
 from rich.console import Console
+from rich.text import Text
 from torch import Tensor
 
 from flowcredit.assembly import Setup, assemble
 from flowcredit.config import Recipe
+from flowcredit.console import say
 from flowcredit.experience import collect
 from flowcredit.models.own_call import pipeline_images
 from flowcredit.plan import Plan, Segment
+from flowcredit.readiness import notes
 from flowcredit.rollout import rollout
 from flowcredit.scoring import score_images
 from flowcredit.update import UpdateMetrics, update_policy
@@ -47,11 +50,14 @@ def check_command(recipe: Recipe, console: Console | None = None) -> bool:
     Raises InputError for whatever cannot be loaded or run at all.
     """
     console = console or Console()
-    console.print(f"checking {recipe.name} on {recipe.model.path}", highlight=False, soft_wrap=True)
+    say(console, f"checking {recipe.name} on {recipe.model.path}")
+    for note in notes(recipe):
+        say(console, note)
     good = True
     for finding in findings(assemble(recipe)):
-        mark = "[green]ok[/green]" if finding.holds else "[red]NO[/red]"
-        console.print(f"{mark}  {finding.text}", highlight=False, soft_wrap=True)
+        mark = Text("ok", "green") if finding.holds else Text("NO", "red")
+        console.print(mark, end="  ")
+        say(console, finding.text)
         good = good and finding.holds
     return good
 

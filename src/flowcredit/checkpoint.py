@@ -9,7 +9,7 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -40,37 +40,47 @@ class Checkpoint:
 
 
 def save_checkpoint(
-    folder: Path, iteration: int, groups: Groups, state: Mapping[str, Any], keep_last: int
+    folder: Path,
+    iteration: int,
+    groups: Groups,
+    state: Mapping[str, Any],
+    keep_last: int,
+    keep_also: Collection[int] = (),
 ) -> Path:
-    """Write ``folder/NNNNNN`` and remove all but the newest ``keep_last``; returns the new folder.
+    """Write ``folder/NNNNNN`` and remove all but the newest ``keep_last`` and the iterations of
+    ``keep_also``; returns the new folder.
 
-    Later ones go too: the run went back before them since they are damaged. Raises InputError where the disk
-    takes no more; then nothing is changed.
+    Later ones go too: the run went back before them. Raises InputError where the disk takes no more; then
+    nothing is changed.
     """
     final, partial = folder / f"{iteration:06d}", folder / f".{iteration:06d}.partial"
-    tidy(folder, iteration, keep_last)
+    tidy(folder, iteration, keep_last, keep_also)
     try:
         with writing(final, SafetensorError):
             _write(partial, iteration, groups, state)
     except InputError:
         shutil.rmtree(partial, ignore_errors=True)
         raise
-    shutil.rmtree(final, ignore_errors=True)
+    if final.exists():
+        # Out of the way in one step, and the new one in its place in the next: nothing is between for long.
+        final.replace(folder / f".{iteration:06d}.replaced.partial")
     partial.replace(final)
     _flush(folder)
     for later in _numbered(folder):
         if int(later.name) > iteration:
             shutil.rmtree(later)
-    tidy(folder, iteration, keep_last)
+    tidy(folder, iteration, keep_last, keep_also)
     return final
 
 
-def tidy(folder: Path, iteration: int, keep_last: int) -> None:
-    """Remove what is only half written, and of the checkpoints up to ``iteration`` all but ``keep_last``."""
+def tidy(folder: Path, iteration: int, keep_last: int, keep_also: Collection[int] = ()) -> None:
+    """Remove what is only half written, and of the checkpoints up to ``iteration`` all but the newest
+    ``keep_last`` and ``keep_also``."""
     for left_over in folder.glob(".*.partial"):
         shutil.rmtree(left_over)
     for old in [each for each in _numbered(folder) if int(each.name) <= iteration][:-keep_last]:
-        shutil.rmtree(old)
+        if int(old.name) not in keep_also:
+            shutil.rmtree(old)
 
 
 def _write(folder: Path, iteration: int, groups: Groups, state: Mapping[str, Any]) -> None:
@@ -86,6 +96,11 @@ def _write(folder: Path, iteration: int, groups: Groups, state: Mapping[str, Any
     (folder / STATE_FILE).write_text(json.dumps(content, indent=1), encoding="utf-8")
     _flush(folder / STATE_FILE)
     _flush(folder)
+
+
+def kept_iterations(folder: Path) -> list[int]:
+    """The iterations of which there is a checkpoint, in order."""
+    return [int(entry.name) for entry in _numbered(folder)]
 
 
 def latest_checkpoint(folder: Path) -> tuple[Checkpoint | None, list[str]]:

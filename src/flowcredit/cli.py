@@ -23,7 +23,8 @@ from flowcredit.cli_inputs import (
 )
 from flowcredit.errors import InputError
 from flowcredit.published import PUBLISHED, published_table
-from flowcredit.tool_commands import check, compare, serve_reward
+from flowcredit.tool_commands import check, compare, export, replay, serve_reward
+from flowcredit.visible import visible, visible_lines
 
 BAD_INPUT = 2
 
@@ -47,13 +48,14 @@ def main() -> None:
     try:
         app()
     except InputError as error:
-        print(f"flowcredit: {error}", file=sys.stderr)
-        sys.exit(BAD_INPUT)
+        print(f"flowcredit: {visible(str(error))}", file=sys.stderr)
+        sys.exit(error.exit_code)
     except OSError as error:
         # Of the user's disk: a full one, a folder that may not be written, a file where a folder should be.
         if error.filename is None and error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
             raise
-        print(f"flowcredit: {error.filename or 'writing'}: {error.strerror}", file=sys.stderr)
+        where = visible(str(error.filename or "writing"))
+        print(f"flowcredit: {where}: {error.strerror}", file=sys.stderr)
         sys.exit(BAD_INPUT)
 
 
@@ -136,7 +138,8 @@ def train(
     except InputError as error:
         if not (run_dir / "recipe.yaml").is_file():
             raise
-        raise InputError(f"{error}; then: flowcredit train --resume {shlex.quote(str(run_dir))}") from error
+        then = f"{error}; then: flowcredit train --resume {shlex.quote(str(run_dir))}"
+        raise InputError.of_code(then, error.exit_code) from error
 
 
 @app.command()
@@ -223,11 +226,22 @@ def plan(
     source: RecipeOrRun,
     overrides: Overrides = None,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object instead of tables.")] = False,
+    processes: Annotated[
+        int | None,
+        typer.Option(
+            metavar="N",
+            min=1,
+            max=100_000,
+            help="Processes under torchrun; memory is then that of each. 1, or 2 where weights are sharded.",
+            show_default=False,
+        ),
+    ] = None,
 ) -> None:
     """Show a recipe's rollout tree, what an iteration costs, what is trained, how much memory it will take.
 
     Nothing is loaded or run: parameters and memory come from the model's configs and the headers of its
-    files, or from its published config where it is not there yet.
+    files, or from its published config where it is not there yet. What cannot work is refused, what is
+    not there yet is listed.
 
     [cyan]flowcredit plan recipes/shapes_g2rpo.yaml[/cyan]
 
@@ -236,7 +250,7 @@ def plan(
     settings, _ = open_source(source, overrides)
     from flowcredit.plan_command import plan_command
 
-    typer.echo(plan_command(settings, as_json))
+    typer.echo(visible_lines(plan_command(settings, as_json, processes)))
 
 
 @app.command()
@@ -307,7 +321,7 @@ def report(
     check_run(run)
     from flowcredit.report import build_report
 
-    typer.echo(build_report(run))
+    typer.echo(visible(str(build_report(run))))
 
 
 @app.command()
@@ -322,6 +336,8 @@ def settings() -> None:
 
 app.command()(check)
 app.command()(compare)
+app.command()(export)
+app.command()(replay)
 app.command("serve-reward")(serve_reward)
 
 

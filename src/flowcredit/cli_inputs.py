@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from flowcredit.errors import InputError
+from flowcredit.visible import visible
 
 if TYPE_CHECKING:
     from flowcredit.config import Recipe
@@ -39,7 +40,7 @@ def say_how_to_resume(run_dir: Path) -> None:
         advice = f"go on with: flowcredit train --resume {shlex.quote(str(run_dir))}"
     else:
         advice = "the run had not begun"
-    typer.echo(f"\nInterrupted; no finished iteration is lost; {advice}", err=True)
+    typer.echo(f"\nInterrupted; no finished iteration is lost; {visible(advice)}", err=True)
     raise typer.Exit(INTERRUPTED)
 
 
@@ -83,7 +84,7 @@ def chosen_prompts(texts: list[str] | None, file: str | None, column: str) -> "P
 
     if file is not None and not texts:
         chosen = load_prompts(file, column)
-        typer.echo(chosen.describe())
+        typer.echo(visible(chosen.describe()))
         return chosen
     if file is not None and texts:
         raise InputError("sample was given both --prompt and --prompts; expected one of them")

@@ -12,6 +12,8 @@ from rich.table import Table
 from rich.text import Text
 from torch import Tensor
 
+from flowcredit.visible import visible
+
 
 @dataclass(frozen=True)
 class Evaluation:
@@ -161,7 +163,7 @@ def evaluation_table(before: Evaluation, after: Evaluation | None = None) -> Tab
         cells: list[str | Text] = [format_summary(line.before, error=after is None)]
         if line.after is not None and line.change is not None:
             cells += [format_summary(line.after, error=False), _styled_change(line.change)]
-        table.add_row(name, *cells)
+        table.add_row(Text(visible(name)), *cells)
     return table
 
 
@@ -179,7 +181,7 @@ def steps_table(results: Mapping[int, Evaluation]) -> Table:
         table.add_column(f"{steps} steps", justify="right")
     for lines in zip(*(compare(each, None) for each in evaluations), strict=True):
         name = lines[0].reward if lines[0].group is None else f"  {lines[0].group}"
-        table.add_row(name, *(format_summary(line.before) for line in lines))
+        table.add_row(Text(visible(name)), *(format_summary(line.before) for line in lines))
     return table
 
 

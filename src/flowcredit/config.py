@@ -9,6 +9,15 @@ from typing import Annotated, Literal
 from pydantic import Field, JsonValue, model_validator
 
 from flowcredit.methods import AlgorithmSettings, G2RPOSettings, with_method_defaults
+from flowcredit.running import (
+    CheckpointSettings,
+    EvaluationSettings,
+    GuardSettings,
+    LoggingSettings,
+    ParallelSettings,
+    RolloutSettings,
+    ScoringSettings,
+)
 from flowcredit.sections import (
     NAME_ALONE,
     Count,
@@ -22,7 +31,6 @@ from flowcredit.sections import (
     PositiveFraction,
     Section,
     Seed,
-    Steps,
     Text,
     Whole,
     refuse,
@@ -147,27 +155,6 @@ class RewardSettings(WatchedReward):
     G²RPO."""
 
 
-class RolloutSettings(Section):
-    """How rollouts are computed."""
-
-    batch_size: Count = 16
-    """States in one velocity evaluation; 16, chosen for memory. Results depend on it by rounding alone."""
-
-
-class ScoringSettings(Section):
-    """How rewards are called."""
-
-    batch_size: Count = 16
-    """Images handed to a reward at once; 16, chosen for memory."""
-    on_error: Literal["stop", "skip"] = "stop"
-    """When a reward fails: `stop` the run, or `skip` its images, which then have no score and no advantage
-    (never 0 instead)."""
-    timeout_s: Annotated[Number, Field(gt=0, le=86400)] | None = None
-    """Seconds after which a call of a reward counts as failed; no limit by default."""
-    offload: Flag = False
-    """Let each reward's networks wait in the CPU's memory and be on the device only while they score; off."""
-
-
 class TrainSettings(Section):
     """The optimisation."""
 
@@ -190,6 +177,9 @@ class TrainSettings(Section):
     """AdamW's ε beside the root of the second moment; 1e-8 as in torch."""
     max_grad_norm: Positive = 1.0
     """Total norm to which gradients are scaled down; 1 as in G²RPO's runs."""
+    on_nonfinite: Literal["stop", "skip"] = "stop"
+    """When a loss or a gradient is no finite number: `stop` the run, or `skip` that optimizer step and count
+    it; stop. Either way the batch is kept in the run's folder, faults/, for flowcredit replay."""
     lr_schedule: Literal["constant", "cosine", "linear"] = "constant"
     """The learning rate after the warm-up: constant (G²RPO), or falling to 0 at the last iteration."""
     warmup_iterations: CountOrNone = 0
@@ -260,51 +250,6 @@ class WeightSettings(Section):
         return self
 
 
-class EvaluationSettings(Section):
-    """The evaluation on held-out prompts."""
-
-    every: CountOrNone = 25
-    """Iterations between evaluations, 0 for only before and after the run; 25, chosen for time."""
-    prompts: Count = 64
-    """Prompts taken from the head of the held-out file, or all if it has fewer; 64, chosen for time."""
-    num_steps: Steps | None = None
-    """Deterministic sampling steps; as many as the algorithm's by default."""
-    seed: Seed = 0
-    """Seed of the initial noises, the same at every evaluation; 0."""
-    group_by: Text | None = None
-    """Column of the prompt file by which the table is split, such as `task`; none by default."""
-    batch_size: Count = 16
-    """Images sampled at once; 16, chosen for memory."""
-    images: CountOrNone = 16
-    """Images shown in the grids before and after, or as many as there are prompts; 16, chosen for a page."""
-
-
-class CheckpointSettings(Section):
-    """What is kept for resuming."""
-
-    every: Count = 1
-    """Iterations between checkpoints; 1, so that a killed run loses no finished iteration."""
-    keep_last: Count = 2
-    """Newest checkpoints kept; 2, should the newest be damaged."""
-
-
-class LoggingSettings(Section):
-    """What is told while it runs."""
-
-    every: Count = 1
-    """Iterations between lines on the console; 1. The JSONL log holds every iteration."""
-
-
-class ParallelSettings(Section):
-    """Several processes under torchrun, one for each device."""
-
-    sharding: Literal["replicated", "sharded"] = "replicated"
-    """Whether every process holds all weights, or a part of the trained network's weights, gradients and
-    optimizer state (FSDP2), for networks too large for one device; replicated, as small ones need."""
-    timeout_s: Annotated[Number, Field(ge=1, le=86400)] = 1800.0
-    """Seconds that a process waits for the others before the run ends; 1800, chosen for slow rewards."""
-
-
 class CalibrationSettings(Section):
     """How `flowcredit calibrate` finds a noise level for each step (Algorithm 1 of DenseGRPO, arXiv
     2601.20218)."""
@@ -351,6 +296,7 @@ class Recipe(Section):
     weights: WeightSettings = WeightSettings()
     evaluation: EvaluationSettings = EvaluationSettings()
     checkpoint: CheckpointSettings = CheckpointSettings()
+    guard: GuardSettings = GuardSettings()
     logging: LoggingSettings = LoggingSettings()
     parallel: ParallelSettings = ParallelSettings()
     calibration: CalibrationSettings = CalibrationSettings()

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from flowcredit.algorithms import dense_grpo, g2rpo
 from flowcredit.assembly import Setup
+from flowcredit.config import Recipe
 from flowcredit.errors import InputError
 from flowcredit.measurement import scored_rollouts
 from flowcredit.methods import DenseGRPOSettings, G2RPOSettings
@@ -111,10 +112,19 @@ def trees(steps: int, group: int) -> tuple[Plan, Plan, G2RPOSettings]:
     return dense, g2rpo(branching).plan, branching
 
 
-def evaluations(setup: Setup, prompts: int) -> int:
-    """Velocity evaluations of a diagnosis."""
-    dense, tree, _ = trees(setup.recipe.algorithm.num_steps, setup.recipe.algorithm.group_size)
-    return prompts * (dense.velocity_evaluations + tree.velocity_evaluations)
+def cost(recipe: Recipe, prompts: int) -> tuple[int, int]:
+    """Velocity evaluations of a diagnosis, and its decodes, each scored once."""
+    dense, tree, _ = trees(recipe.algorithm.num_steps, recipe.algorithm.group_size)
+    return (
+        prompts * (dense.velocity_evaluations + tree.velocity_evaluations),
+        prompts * (dense.decodes + tree.decodes),
+    )
+
+
+def check_rewarded(recipe: Recipe) -> None:
+    """InputError for a recipe that trains no reward."""
+    if not recipe.rewards:
+        raise InputError("rewards is [], and a diagnosis measures the first of them; expected at least 1")
 
 
 def diagnose(setup: Setup, prompts: int, progress: Callable[[int], None] | None = None) -> Diagnosis:
@@ -123,8 +133,7 @@ def diagnose(setup: Setup, prompts: int, progress: Callable[[int], None] | None 
     The recipe's number of steps and group size are used, whatever its method.
     """
     recipe = setup.recipe
-    if not recipe.rewards:
-        raise InputError("rewards is [], and a diagnosis measures the first of them; expected at least 1")
+    check_rewarded(recipe)
     steps, group = recipe.algorithm.num_steps, recipe.algorithm.group_size
     dense, tree, branching = trees(steps, group)
     states = _scored(setup, dense, prompts, progress)

@@ -5,5 +5,19 @@ class InputError(ValueError):
     """Bad input: a recipe, a prompt file, a checkpoint or a command line that cannot be used.
 
     The message is one line: what was found, where, what is expected and what to do. The command line
-    prints it and exits with code 2; a stack trace is kept for faults of our own.
+    prints it and exits with ``exit_code``; a stack trace is kept for faults of our own.
     """
+
+    exit_code = 2
+
+    @classmethod
+    def of_code(cls, message: str, exit_code: int) -> "InputError":
+        """An error that ends the program with another exit code."""
+        error = cls(message)
+        error.exit_code = exit_code
+        return error
+
+
+def one_line(text: object) -> str:
+    """A text without its line feeds."""
+    return " ".join(line.strip() for line in str(text).splitlines() if line.strip())

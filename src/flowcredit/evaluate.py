@@ -7,25 +7,31 @@ import json
 import re
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import NoReturn
 
-import rich.progress
 import torch
 from rich.console import Console
 from torch import Tensor
 
+from flowcredit.background import ready, submitting
 from flowcredit.comparison import Evaluation, evaluation_table, steps_table, summarise
-from flowcredit.config import EvaluationSettings, Recipe, ScoringSettings
+from flowcredit.config import Recipe
+from flowcredit.console import counted, say
+from flowcredit.destinations import check_file, check_folder
 from flowcredit.distributed import ALONE, World
 from flowcredit.errors import InputError
 from flowcredit.image_grid import save_grid, save_image
 from flowcredit.interfaces import FlowModel, Reward
+from flowcredit.leaf_scoring import decode_images
 from flowcredit.plan import Plan, Segment
 from flowcredit.prompts import PromptSet, check_group_by, load_prompts
 from flowcredit.rollout import KeyedNoise, rollout
-from flowcredit.scoring import check_columns, decode_images, score_images
+from flowcredit.running import EvaluationSettings, ScoringSettings
+from flowcredit.scoring import check_columns, score_images
 
 __all__ = [
     "Evaluation",
@@ -99,31 +105,27 @@ def evaluate(
     share, began = world.share(len(chosen)), time.monotonic()
     mine = chosen.take(share.places)
     shown = max(0, min(share.own, settings.images - share.places[0]))
+    tell = progress or (lambda done: None)
     kept: list[Tensor] = []
-    parts = [torch.empty(len(rewards), 0)]
+    parts: list[Future[Tensor]] = []
     start = 0
-    for images in sample(
-        model,
-        chosen.prompts,
-        grid,
-        seed=settings.seed,
-        batch_size=settings.batch_size,
-        progress=progress,
-        places=share.places,
-    ):
-        rows = slice(start, min(start + len(images), share.own))
-        kept.append(images[: max(0, shown - start)].cpu())
-        start += len(images)
-        if rows.start < rows.stop:
-            parts.append(
-                _scored(
-                    rewards,
-                    images[: rows.stop - rows.start],
-                    mine.take(range(rows.start, rows.stop)),
-                    scoring,
-                )
-            )
-    scores = world.gathered(torch.cat(parts, dim=1), dim=1)
+    with submitting(scoring.overlap, lambda: tell(0)) as submit:
+        for images in sample(
+            model,
+            chosen.prompts,
+            grid,
+            seed=settings.seed,
+            batch_size=settings.batch_size,
+            progress=progress,
+            places=share.places,
+        ):
+            rows = range(start, min(start + len(images), share.own))
+            kept.append(images[: max(0, shown - start)].cpu())
+            start += len(images)
+            if rows:
+                parts.append(submit(partial(_scored, rewards, images[: len(rows)], mine.take(rows), scoring)))
+        found = [_waited(part, tell) for part in parts]
+    scores = world.gathered(torch.cat([torch.empty(len(rewards), 0), *found], dim=1), dim=1)
     pictures = world.gathered(torch.cat(kept))
     return Evaluation(
         iteration=iteration,
@@ -134,6 +136,12 @@ def evaluate(
         seconds=time.monotonic() - began,
         images=pictures,
     )
+
+
+def _waited(part: Future[Tensor], tell: Progress) -> Tensor:
+    while not ready(part):
+        tell(0)
+    return part.result()
 
 
 def _scored(
@@ -164,6 +172,8 @@ def evaluate_command(
     from flowcredit.evaluation_files import to_json
     from flowcredit.run_folder import write_text
 
+    if out is not None:
+        check_file(out, "--out")
     heldout = load_prompts(recipe.prompts.heldout, recipe.prompts.column)
     rewards = build_rewards(recipe, (*recipe.rewards, *recipe.watch), device_of(recipe.model.device))
     check_prompts(rewards, heldout, recipe.scoring.on_error)
@@ -172,7 +182,7 @@ def evaluate_command(
     total = min(len(heldout), recipe.evaluation.prompts) * sum(chosen)
     console = Console()
     results = {}
-    with weights_of(model, run_dir) as iteration, _bar(console, "evaluating", total) as advance:
+    with weights_of(model, run_dir) as iteration, counted(console, "evaluating", total) as advance:
         for steps in chosen:
             results[steps] = evaluate(
                 model,
@@ -193,7 +203,7 @@ def evaluate_command(
             else to_json(alone)
         )
         write_text(out, json.dumps(content, indent=1, allow_nan=False) + "\n")
-        console.print(f"scores: {out}", highlight=False, soft_wrap=True)
+        say(console, f"scores: {out}")
 
 
 def sample_command(
@@ -206,6 +216,7 @@ def sample_command(
     """
     from flowcredit.assembly import build_grid, build_model
 
+    check_folder(out, "--out")
     model = build_model(recipe)
     steps = recipe.evaluation.num_steps or recipe.algorithm.num_steps
     grid = build_grid(recipe.grid, model, steps)
@@ -214,7 +225,7 @@ def sample_command(
     rows: dict[tuple[int, int], Tensor] = {}
     with (
         weights_of(model, run_dir),
-        _bar(console, "sampling", len(prompts) * count * steps) as advance,
+        counted(console, "sampling", len(prompts) * count * steps) as advance,
         (out / "images.jsonl").open("w", encoding="utf-8") as listing,
     ):
         for place, of_seed in enumerate(range(seed, seed + count)):
@@ -230,13 +241,14 @@ def sample_command(
                 name = f"{index:04d}-{_slug(prompts.prompts[index])}-{of_seed}.png"
                 save_image(image, out / name)
                 entry = {"file": name, "prompt": prompts.prompts[index], "seed": of_seed}
-                listing.write(json.dumps(entry, ensure_ascii=False) + "\n")
+                # In ASCII: a prompt may hold characters at which a reader would end the line.
+                listing.write(json.dumps(entry) + "\n")
                 if len(prompts) * count <= 64:
                     rows[index, place] = image.cpu()
     if rows:
         save_grid(torch.stack([rows[key] for key in sorted(rows)]), out / "grid.png", columns=count)
     drawn = len(prompts) * count
-    console.print(f"{drawn} image{'' if drawn == 1 else 's'}: {out}", highlight=False, soft_wrap=True)
+    say(console, f"{drawn} image{'' if drawn == 1 else 's'}: {out}")
 
 
 @contextmanager
@@ -258,13 +270,6 @@ def weights_of(model: FlowModel, run_dir: Path | None) -> Iterator[int]:
     groups = checkpoint.groups
     with weights_replaced(model.network, groups["ema"] if "ema" in groups else groups["weights"]):
         yield checkpoint.iteration
-
-
-@contextmanager
-def _bar(console: Console, what: str, total: int) -> Iterator[Progress]:
-    with rich.progress.Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
-        task = bar.add_task(what, total=total)
-        yield lambda done: bar.advance(task, done)
 
 
 def _slug(prompt: str) -> str:

@@ -4,8 +4,7 @@ Axes: R rewards, P prompts, W samples of a prompt at a segment, *D latent dimens
 """
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
-from typing import Protocol
+from dataclasses import asdict, dataclass, field
 
 import torch
 from torch import Tensor
@@ -14,29 +13,21 @@ from flowcredit.advantages import credit_steps, image_advantages, quasi_normalis
 from flowcredit.assembly import Setup
 from flowcredit.credit import Neighbours, Preferences
 from flowcredit.distributed import ALONE, Share, World
+from flowcredit.faults import Fault
 from flowcredit.image_pairs import Columns, read_pairs
 from flowcredit.interfaces import Conditioning
+from flowcredit.leaf_scoring import ScoreCounts
 from flowcredit.neighbours import neighbour_sets
 from flowcredit.noise import generator
 from flowcredit.objectives import TrainingSet, policy_sets
 from flowcredit.plan import Plan
 from flowcredit.preference import extremes, pair_draws, pair_sets
 from flowcredit.prompts import PromptSet
-from flowcredit.rollout import KeyedNoise, Rollout, rollout
-from flowcredit.scoring import ScoreCounts, score_leaves
+from flowcredit.rollout import Rollout
+from flowcredit.sampling import Listener, added_counts, sample
 from flowcredit.step_rewards import remaining_similarity
 
-
-class Listener(Protocol):
-    """Who is told how far it is; it may raise KeyboardInterrupt."""
-
-    def stage(self, name: str, total: int) -> None:
-        """A stage begins, of so many units."""
-        ...
-
-    def advance(self, units: int) -> None:
-        """So many units are done."""
-        ...
+NOT_SAMPLED = torch.full((1,), torch.nan)
 
 
 @dataclass(frozen=True)
@@ -52,6 +43,10 @@ class Experience:
     counts: ScoreCounts
     velocity_evaluations: int
     own: int
+    spread: Tensor = NOT_SAMPLED
+    """[P] how much a prompt's images differ, as in `flowcredit.leaf_scoring.Scored`."""
+    faults: Mapping[str, Fault] = field(default_factory=dict)
+    """Per reward that failed on this process's images, those on which it did first."""
 
     @property
     def teaches(self) -> bool:
@@ -75,7 +70,7 @@ def collect(
     Scores are exchanged, so that every process credits all of them alike. ``noise_iteration`` keys the
     noises; the iteration itself by default. Raises RewardError and InputError as ``scoring.score_leaves``.
     """
-    recipe, plan = setup.recipe, setup.algorithm.plan_at(iteration)
+    plan = setup.algorithm.plan_at(iteration)
     objective = setup.algorithm.objective
     share = world.share(len(prompts))
     mine = prompts.take(share.places)
@@ -86,27 +81,18 @@ def collect(
         there = torch.ones(len(mine), dtype=torch.bool)
         sets = _pairs(setup, images, there, objective, draw)
         return Experience(cond, sets, {}, {}, ScoreCounts(0, 0), 0, share.own)
-    listener.stage("rolling out", plan.velocity_evaluations * len(mine))
-    ran = rollout(
-        setup.model,
-        plan,
-        cond,
-        setup.grid,
-        setup.kernel,
-        KeyedNoise(setup.model, recipe.seed, draw.iteration, share.places),
-        recipe.rollout.batch_size,
-        progress=listener.advance,
-    )
-    own = mine.take(range(share.own))
-    listener.stage("scoring", plan.decodes * len(own))
-    scores, counts = _scores(setup, ran, own, listener)
-    scores = {leaf: world.gathered(each, dim=1) for leaf, each in scores.items()}
+    ran, found = sample(setup, plan, mine, cond, draw.iteration, share.places, share.own, listener)
+    scores = {leaf: world.gathered(each, dim=1) for leaf, each in found.scores.items()}
     credit, sets = _credited(setup, plan, ran, scores, draw)
     assert world.largest([ran.velocity_evaluations]) == [ran.velocity_evaluations], (
         "processes do not keep step"
     )
     (evaluated,) = world.summed([ran.velocity_evaluations])
-    return Experience(cond, sets, scores, credit, _added(counts, world), evaluated, share.own)
+    told = [ScoreCounts(**each) for each in world.told(asdict(found.counts))]
+    spread = world.gathered(found.spread)
+    return Experience(
+        cond, sets, scores, credit, added_counts(told), evaluated, share.own, spread, found.faults
+    )
 
 
 @dataclass(frozen=True)
@@ -127,37 +113,6 @@ class _Draw:
             )
             for key, value in values.items()
         }
-
-
-def _scores(
-    setup: Setup, ran: Rollout, prompts: PromptSet, listener: Listener
-) -> tuple[dict[int, Tensor], ScoreCounts]:
-    """Scores of the leaves of this process's own prompts."""
-    scoring = setup.recipe.scoring
-    leaves = {leaf: states[: len(prompts)] for leaf, states in ran.leaves.items()}
-    return score_leaves(
-        setup.model,
-        leaves,
-        prompts.prompts,
-        prompts.columns,
-        setup.rewards,
-        batch_size=scoring.batch_size,
-        on_error=scoring.on_error,
-        timeout_s=scoring.timeout_s,
-        progress=listener.advance,
-    )
-
-
-def _added(counts: ScoreCounts, world: World) -> ScoreCounts:
-    """The counts of all processes; the reasons of the first that has any."""
-    told = world.told(asdict(counts))
-    return ScoreCounts(
-        decodes=sum(each["decodes"] for each in told),
-        reward_calls=sum(each["reward_calls"] for each in told),
-        missing={name: sum(each["missing"][name] for each in told) for name in counts.missing},
-        failed={name: sum(each["failed"][name] for each in told) for name in counts.failed},
-        reasons={name: why for each in reversed(told) for name, why in each["reasons"].items()},
-    )
 
 
 def _credited(

@@ -1,6 +1,5 @@
 """Trained weights as files that plain diffusers loads, without this project."""
 
-import json
 import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -10,10 +9,13 @@ from torch import Tensor
 
 from flowcredit.disk import writing
 from flowcredit.errors import InputError
-from flowcredit.models.loading import PipelineFlow, components
+from flowcredit.lora_file import LORA_FILE
+from flowcredit.models.loading import PipelineFlow
+from flowcredit.pipeline_folder import components, sort_metadata
 from flowcredit.quiet import quiet_libraries
 
-LORA_FILE = "pytorch_lora_weights.safetensors"
+__all__ = ["LORA_FILE", "export_weights"]
+
 WEIGHT_FILES = "diffusion_pytorch_model{suffix}.safetensors"
 """As diffusers names them; of large networks several, with an index."""
 
@@ -35,8 +37,9 @@ def export_weights(
     folder for ``load_lora_weights``, with rank and alpha in the file, without which diffusers takes
     alpha = rank and the LoRA has another strength.
 
-    The folder appears whole or not at all. Raises InputError where the disk is full, where the folder exists
-    with files in it, unless ``overwrite``, and always if it is the folder that the model was loaded from.
+    Equal weights give equal bytes. The folder appears whole or not at all. Raises InputError where the disk is
+    full, where the folder exists with files in it, unless ``overwrite``, and always if it is the folder that
+    the model was loaded from.
     """
     target = Path(folder)
     if target.resolve() == model.source.resolve():
@@ -60,29 +63,16 @@ def _write_lora(model: PipelineFlow, state: Mapping[str, Tensor], folder: Path) 
     from peft import get_peft_model_state_dict
 
     network = model.pipeline.components[model.part]
-    # Sets have another order in every process: equal weights are to be equal files.
-    settings = {
-        name: sorted(value) if isinstance(value, set) else value
-        for name, value in network.peft_config["default"].to_dict().items()
-    }
+    adapter = network.peft_config["default"].to_dict()
     layers = {
         f"{model.part}_lora_layers": get_peft_model_state_dict(network, dict(state)),
-        f"{model.part}_lora_adapter_metadata": settings,
+        # The order of a set differs from one process to the next.
+        f"{model.part}_lora_adapter_metadata": {
+            name: sorted(value) if isinstance(value, set) else value for name, value in adapter.items()
+        },
     }
     model.pipeline.save_lora_weights(folder, weight_name=LORA_FILE, **layers)
-    _order_header(folder / LORA_FILE)
-
-
-def _order_header(file: Path) -> None:
-    """Sort the notes in a safetensors file's header, which its library leaves in an order by chance."""
-    with file.open("r+b") as stream:
-        length = int.from_bytes(stream.read(8), "little")
-        header = json.loads(stream.read(length))
-        header["__metadata__"] = dict(sorted(header["__metadata__"].items()))
-        text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
-        assert len(text) <= length, "a header has grown by being sorted"
-        stream.seek(8)
-        stream.write(text.ljust(length))
+    sort_metadata(folder / LORA_FILE)
 
 
 def _write_pipeline(model: PipelineFlow, state: Mapping[str, Tensor], folder: Path) -> None:

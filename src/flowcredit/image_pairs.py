@@ -26,12 +26,16 @@ class PairError(InputError):
 
 
 def check_pairs(prompts: PromptSet, columns: Columns, height: int, width: int) -> None:
-    """PairError unless every row names two images that are there and, either way up, large enough.
+    """PairError unless every row names two images that are there, are two and, either way up, large enough.
 
     By their headers alone; what is damaged further on is found when it is read.
     """
+    first: Path | None = None
     for place, path, column in _named(prompts, columns):
         said = f'{place}: "{column}" {path}'
+        if column == columns[1] and first is not None and first.exists() and path.exists():
+            _check_two(first, path, said, columns[0])
+        first = path if column == columns[0] else None
         with _opened(path, said) as image:
             lying = (image.width - image.height) * (width - height) < 0
             _check_depth(image.mode, said)
@@ -107,6 +111,13 @@ def _opened(path: Path, said: str) -> Iterator[Image.Image]:
         if isinstance(error, PairError):
             raise
         raise PairError(f"{said}: not readable as an image ({str(error).strip()})") from None
+
+
+def _check_two(chosen: Path, rejected: Path, said: str, column: str) -> None:
+    if chosen.samefile(rejected):
+        raise PairError(
+            f'{said}: is the file of "{column}" too, and a pair of one image teaches nothing; expected two'
+        )
 
 
 def _check_depth(mode: str, said: str) -> None:

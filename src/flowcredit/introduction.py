@@ -5,7 +5,9 @@ from pathlib import Path
 from rich.console import Console
 
 from flowcredit.assembly import Setup
+from flowcredit.console import say
 from flowcredit.interfaces import ReadsLimitedText
+from flowcredit.readiness import notes
 from flowcredit.rewards.waiting import itself
 from flowcredit.weights import trainable_parameters
 
@@ -14,25 +16,25 @@ def introduce(setup: Setup, run_dir: Path, console: Console) -> None:
     """What is about to run, and what a user should know of the prompts before it does."""
     recipe = setup.recipe
     trained = sum(p.numel() for p in trainable_parameters(setup.model.network).values())
-    console.print(
+    say(
+        console,
         f"{recipe.name}: {setup.algorithm.name} on {recipe.model.path}, {trained:,} trained weights"
-        f" ({recipe.weights.method}), on {setup.model.device}\n"
-        f"an iteration: {_iteration(setup)}\n"
-        f"run folder: {run_dir}",
-        highlight=False,
-        soft_wrap=True,
+        f" ({recipe.weights.method}), on {setup.model.device}",
     )
+    say(console, f"an iteration: {_iteration(setup)}")
+    say(console, f"run folder: {run_dir}")
+    for note in notes(recipe):
+        say(console, note)
     trained_on = set(setup.train_prompts.prompts)
     shared = sum(prompt in trained_on for prompt in setup.heldout_prompts.prompts)
     if shared:
-        console.print(
+        say(
+            console,
             f"{shared} of {len(setup.heldout_prompts)} held-out prompts are also trained on: the evaluation"
             " will not tell learning from memory",
-            highlight=False,
-            soft_wrap=True,
         )
     for prompts in (setup.train_prompts, setup.heldout_prompts):
-        console.print(prompts.describe(), highlight=False, soft_wrap=True)
+        say(console, prompts.describe())
         readers = {f"text encoder {name}": n for name, n in setup.model.truncated(prompts.prompts).items()}
         for name, reward in {**setup.rewards, **setup.watched}.items():
             reads = itself(reward)
@@ -41,7 +43,7 @@ def introduce(setup: Setup, run_dir: Path, console: Console) -> None:
         for reader, cut in readers.items():
             if cut:
                 share = f"{cut} of {len(prompts)} prompts ({cut / len(prompts):.0%})"
-                console.print(f"  {share} are longer than the {reader} reads, and cut", highlight=False)
+                say(console, f"  {share} are longer than the {reader} reads, and cut")
 
 
 def _iteration(setup: Setup) -> str:

@@ -9,10 +9,10 @@ from torch import Tensor
 
 from flowcredit.assembly import Setup
 from flowcredit.interfaces import Reward
+from flowcredit.leaf_scoring import score_leaves
 from flowcredit.plan import Plan
 from flowcredit.prompts import iteration_prompts
 from flowcredit.rollout import KeyedNoise, rollout
-from flowcredit.scoring import score_leaves
 from flowcredit.transition import Kernel
 
 

@@ -6,21 +6,30 @@ from typing import Any
 
 from flowcredit import algorithms
 from flowcredit.config import Recipe
+from flowcredit.errors import InputError
 from flowcredit.memory.estimate import Estimate, Part, estimate
 from flowcredit.plan_picture import describe
+from flowcredit.readiness import look_over, notes
 
 GIB = 2**30
 LOOKED_AT = 1000
 """Iterations whose trees are compared."""
 
 
-def plan_command(recipe: Recipe, as_json: bool) -> str:
-    """The text, or one JSON object. Raises InputError for model files that cannot be read."""
+def plan_command(recipe: Recipe, as_json: bool, asked: int | None = None) -> str:
+    """The text, or one JSON object. Raises InputError for what would be refused once it is loaded."""
+    missing = look_over(recipe)
+    processes = _processes(recipe, asked)
     method = algorithms.build(recipe.algorithm, recipe.seed)
     tree = method.plan
-    found = estimate(recipe)
+    found = estimate(recipe, processes)
     if as_json:
-        return json.dumps(_as_object(recipe, method, found), ensure_ascii=False, indent=2)
+        known = _as_object(recipe, method, found) | {
+            "processes": processes,
+            "not_there": missing,
+            "notes": notes(recipe),
+        }
+        return json.dumps(known, indent=2)
     lines = [describe(tree)]
     if tree.trajectory_evaluations is not None:
         lines.append(f"velocity evaluations for one trajectory: {tree.trajectory_evaluations}")
@@ -30,7 +39,22 @@ def plan_command(recipe: Recipe, as_json: bool) -> str:
         )
     lines += _changes(recipe, method)
     lines += ["", *_cost_table(recipe, method), ""]
-    return "\n".join([*lines, *_memory_lines(recipe, found)])
+    lines += [*_memory_lines(recipe, found, processes), *(("", *notes(recipe)) if notes(recipe) else ())]
+    if missing:
+        lines += ["", "not there yet; check and train refuse the recipe without:"]
+        lines += [f"  {line}" for line in missing]
+    return "\n".join(lines)
+
+
+def _processes(recipe: Recipe, asked: int | None) -> int:
+    """As many as were asked for, else as few as the recipe can have. InputError for fewer."""
+    least = 2 if recipe.parallel.sharding == "sharded" else 1
+    if asked is not None and asked < least:
+        raise InputError(
+            f"--processes {asked}, but parallel.sharding is 'sharded'; expected at least {least}, or"
+            " replicated"
+        )
+    return least if asked is None else asked
 
 
 def _changes(recipe: Recipe, method: algorithms.Algorithm) -> list[str]:
@@ -69,7 +93,7 @@ def _cost_table(recipe: Recipe, method: algorithms.Algorithm) -> list[str]:
     return [head, *rows]
 
 
-def _memory_lines(recipe: Recipe, found: Estimate | None) -> list[str]:
+def _memory_lines(recipe: Recipe, found: Estimate | None, processes: int) -> list[str]:
     if found is None:
         return [f"parameters and memory need the model's folder: {recipe.model.path} holds no known pipeline"]
     lines = []
@@ -85,7 +109,7 @@ def _memory_lines(recipe: Recipe, found: Estimate | None) -> list[str]:
         f"  {name:<22} {'not known' if count is None else f'{count:,}':>16}"
         for name, count in found.parameters.items()
     ]
-    lines += ["", f"{'memory':<38} {'GiB':>9}"]
+    lines += ["", f"{'memory':<38} {'GiB':>9}{_of_each(recipe, processes)}"]
     lines += [_row(part) for part in found.parts]
     lines += ["", f"{'phase':<38} {'GiB':>9}   (parts that stay, and its own)"]
     lines += [f"{name:<38} {_gib(size)}" for name, size in found.phases.items()]
@@ -98,6 +122,13 @@ def _memory_lines(recipe: Recipe, found: Estimate | None) -> list[str]:
     if found.unknown:
         lines.append(f"not in any phase, because not known: {', '.join(found.unknown)}")
     return lines
+
+
+def _of_each(recipe: Recipe, processes: int) -> str:
+    if processes == 1:
+        return ""
+    sharded = ", the network's parts divided among them" if recipe.parallel.sharding == "sharded" else ""
+    return f"   (on each of {processes} processes{sharded}; --processes for other numbers)"
 
 
 def _row(part: Part) -> str:

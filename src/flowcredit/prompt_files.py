@@ -80,6 +80,8 @@ def _jsonl(path: Path, source: str, column: str) -> Rows:
                 f"{where}: not valid JSON: {error.msg} at column {error.colno}; expected one JSON object a"
                 " line"
             ) from None
+        except (ValueError, RecursionError) as error:
+            raise InputError(f"{where}: {_beyond(error)}") from None
         rows.append(Row(where, _object(where, value, column)))
     return Rows(tuple(rows), skipped)
 
@@ -92,6 +94,8 @@ def _json(path: Path, source: str, column: str) -> Rows:
             f"{source}:{error.lineno}: not valid JSON: {error.msg} at column {error.colno}; expected a list"
             " of texts or of objects (one object a line is a .jsonl file)"
         ) from None
+    except (ValueError, RecursionError) as error:
+        raise InputError(f"{source}: {_beyond(error)}") from None
     if not isinstance(content, list):
         raise InputError(f"{source}: holds {json_type(content)}; expected a list of texts or of objects")
     rows = []
@@ -99,6 +103,11 @@ def _json(path: Path, source: str, column: str) -> Rows:
         where = f"{source}: entry {number}"
         rows.append(Row(where, {column: value} if isinstance(value, str) else _object(where, value, column)))
     return Rows(tuple(rows))
+
+
+def _beyond(error: Exception) -> str:
+    found = "nested too deeply" if isinstance(error, RecursionError) else "a number of too many digits"
+    return f"JSON that is not read: {found}; expected plain rows"
 
 
 def _object(where: str, value: object, column: str) -> Mapping[str, Any]:

@@ -66,6 +66,8 @@ def load_prompts(path: str | Path, column: str = PROMPT_KEY) -> PromptSet:
     found = read_rows(bundled_path(source), source, column)
     if not found.rows:
         raise InputError(f"{source}: holds no prompts; expected at least one line that is not blank")
+    for row in found.rows:
+        _check_texts(row)
     prompts = tuple(_prompt(row, column) for row in found.rows)
     names = dict.fromkeys(key for row in found.rows for key in row.values if key != column)
     return PromptSet(
@@ -89,6 +91,17 @@ def _prompt(row: Row, column: str) -> str:
         got = "an empty text" if isinstance(prompt, str) else json_type(prompt)
         raise InputError(f'{row.where}: "{column}" must be a text that is not empty, got {got}')
     return prompt.strip()
+
+
+def _check_texts(row: Row) -> None:
+    """JSON may hold halves of surrogate pairs, which no file and no tokenizer takes."""
+    for name, value in row.values.items():
+        for text in (name, value):
+            if isinstance(text, str) and any("\ud800" <= c <= "\udfff" for c in text):
+                raise InputError(
+                    f"{row.where}: {name!r} holds half of a surrogate pair (\\ud800 to \\udfff), which is no"
+                    " character; expected text"
+                )
 
 
 def check_group_by(prompts: PromptSet, group_by: str | None) -> None:

@@ -1,6 +1,5 @@
 """Recipes in and out: a YAML file and overrides to settings, settings to YAML, and what differs."""
 
-import difflib
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -13,6 +12,7 @@ from pydantic_core import ErrorDetails
 
 from flowcredit.config import Recipe
 from flowcredit.errors import InputError
+from flowcredit.nearest import nearest
 from flowcredit.sections import Section
 from flowcredit.text_file import read_text
 from flowcredit.yaml_lines import Path as KeyPath
@@ -207,8 +207,8 @@ def _sentence(kind: type[Section], path: KeyPath, details: list[ErrorDetails], d
     sentence = f"{name} is {_show(found)}; expected {expected}"
     if detail["type"] in ("literal_error", "union_tag_invalid") and isinstance(found, str):
         choices = expected.replace("'", "").replace(" or ", ", ").split(", ")
-        close = difflib.get_close_matches(found, choices, n=1, cutoff=0.5)
-        sentence += f"; did you mean '{close[0]}'?" if close and len(choices) > 1 else ""
+        close = nearest(found, choices)
+        sentence += f"; did you mean '{close}'?" if close and len(choices) > 1 else ""
     return sentence
 
 
@@ -228,14 +228,13 @@ def _nearest_setting(kind: type[Section], path: KeyPath, data: Any) -> str:
     here = _section_at(kind, path[:-1], data)
     assert here is not None
     prefix = [str(part) for part in path[:-1]]
-    if close := difflib.get_close_matches(wanted, list(here.model_fields), n=1, cutoff=0.6):
-        return f"did you mean '{'.'.join([*prefix, close[0]])}'?"
     everywhere = {name: name.rsplit(".", 1)[-1] for name, *_ in _fields(kind)}
-    if wanted in everywhere:
+    if "." in wanted and wanted in everywhere:
         return f"in a file, each dot is a level: {wanted.replace('.', ': {')}: ...{'}' * wanted.count('.')}"
-    close = difflib.get_close_matches(wanted, list(everywhere.values()), n=1, cutoff=0.75)
-    if close:
-        full = next(name for name, last in everywhere.items() if last == close[0])
+    if close := nearest(wanted, here.model_fields):
+        return f"did you mean '{'.'.join([*prefix, close])}'?"
+    if close := nearest(wanted, everywhere.values()):
+        full = next(name for name, last in everywhere.items() if last == close)
         return f"did you mean '{full}'?"
     return f"known here: {', '.join(here.model_fields)}"
 

@@ -15,6 +15,8 @@ MAY_CHANGE = (
     "train.iterations",
     "checkpoint.",
     "evaluation.every",
+    "guard.",
+    "train.on_nonfinite",
     "logging.",
     "model.offload",
     "rollout.",

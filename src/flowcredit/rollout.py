@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from flowcredit import noise
+from flowcredit.faults import velocity_fault
 from flowcredit.interfaces import Conditioning, FlowModel
 from flowcredit.plan import Plan, Segment
 from flowcredit.time_grid import check_grid
@@ -139,14 +140,21 @@ class _Velocities:
             [torch.arange(len(state)).repeat_interleave(state.shape[1]) for state in states]
         ).to(flat.device)
         parts = []
-        for x, rows in zip(flat.split(self.batch_size), prompts.split(self.batch_size), strict=True):
+        batches = list(zip(flat.split(self.batch_size), prompts.split(self.batch_size), strict=True))
+        for x, rows in batches:
             at = torch.full((len(x),), sigma, dtype=x.dtype, device=x.device)
             parts.append(self.model.velocity(x, at, rows_of(self.cond, rows)))
             self.rows += len(x)
             if self.progress is not None:
                 self.progress(len(x))
         sizes = [state.shape[0] * state.shape[1] for state in states]
-        pieces = torch.cat(parts).split(sizes)
+        velocities = torch.cat(parts)
+        if not velocities.isfinite().all():
+            x, rows, v = next(
+                (*batch, v) for batch, v in zip(batches, parts, strict=True) if not v.isfinite().all()
+            )
+            raise velocity_fault(x, sigma, rows_of(self.cond, rows), v)
+        pieces = velocities.split(sizes)
         return [piece.view_as(state) for piece, state in zip(pieces, states, strict=True)]
 
 
@@ -167,7 +175,8 @@ def rollout(
     A stochastic state is rounded to ``storage_dtype`` (None: as computed) before it is scored, and its
     log-prob is that of the rounded state, so that training finds a ratio of 1. ``progress`` is told the
     rows of each batch.
-    Raises ValueError where the grid has not ``plan.num_steps`` steps or the batch size is below 1.
+    Raises NonFinite where a velocity is no finite number, and ValueError where the grid has not
+    ``plan.num_steps`` steps or the batch size is below 1.
     """
     sigmas = check_grid(grid).tolist()
     if len(sigmas) != plan.num_steps + 1:

@@ -11,6 +11,7 @@ from typing import Any
 from filelock import FileLock, Timeout
 
 from flowcredit.config import Recipe
+from flowcredit.destinations import check_folder
 from flowcredit.disk import writing
 from flowcredit.errors import InputError
 from flowcredit.recipe_io import dump_recipe
@@ -21,7 +22,8 @@ class RunFolder:
     """Paths of a run.
 
     ``recipe.yaml`` the resolved recipe, ``log.jsonl`` one object an iteration, ``checkpoints/``,
-    ``evaluations/NNNNNN.json``, ``images/NNNNNN.png``, ``final/`` the exported weights, ``report.html``.
+    ``evaluations/NNNNNN.json``, ``images/NNNNNN.png``, ``final/`` the exported weights, ``report.html``;
+    ``guard.jsonl`` and ``faults/`` where something went wrong.
     """
 
     path: Path
@@ -49,7 +51,8 @@ class RunFolder:
         return self.path / "images" / f"{iteration:06d}.png"
 
     def check_free(self) -> None:
-        """Raises InputError if something is there already."""
+        """Raises InputError if something is there already, or nothing can be made there."""
+        check_folder(self.path.parent, "output")
         if self.path.exists():
             raise InputError(
                 f"{self.path}: exists already and nothing is written over; go on with it by `flowcredit train"
@@ -81,6 +84,28 @@ class RunFolder:
             yield
         finally:
             lock.release()
+
+    @property
+    def guard(self) -> Path:
+        return self.path / "guard.jsonl"
+
+    @property
+    def faults(self) -> Path:
+        return self.path / "faults"
+
+    def log_records(self) -> list[dict[str, Any]]:
+        """The whole lines of the log, in order."""
+        return [record for _, record in self._log_lines()]
+
+    def forget_after(self, iteration: int) -> None:
+        """Remove the evaluations, then the checkpoints of later iterations, the newest first.
+
+        Wherever this is cut short, what is left is a run that can be resumed, and comes to the same.
+        """
+        for folder in (self.evaluation(0).parent, self.images(0).parent, self.checkpoints):
+            later = [each for each in folder.glob("[0-9]*") if int(each.stem) > iteration]
+            for each in sorted(later, reverse=True):
+                shutil.rmtree(each) if each.is_dir() else each.unlink()
 
     def logged_iterations(self) -> set[int]:
         """The iterations of which the log has a whole line."""

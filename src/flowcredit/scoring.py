@@ -1,28 +1,29 @@
-"""Leaves to decoded images to rewards, in batches, and what happens when a reward fails.
+"""Images to scores, in batches, and what happens when a reward fails.
 
-Axes: P prompts, W samples per prompt at a leaf, R rewards, N images, B images of one batch, *D latent
-dimensions. Scores are float32 on the CPU; NaN means "no score", and nothing here ever writes a 0 for it.
+Axes: R rewards, N images, B images of one batch. Scores are float32 on the CPU; NaN means
+"no score", and nothing here ever writes a 0 for it.
 """
 
 import inspect
 import traceback
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from concurrent.futures import Future, wait
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
-from threading import Thread
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from flowcredit.errors import InputError
-from flowcredit.interfaces import FlowModel, Reward
+from flowcredit.background import ready, settle, thread_like_this
+from flowcredit.errors import InputError, one_line
+from flowcredit.faults import Fault, FaultError
+from flowcredit.interfaces import Reward
 
 OnError = Literal["stop", "skip"]
 
 
-class RewardError(InputError):
+class RewardError(FaultError):
     """A reward that raised, hung, or returned something that is not one number per image."""
 
 
@@ -56,31 +57,27 @@ class Columns:
 
 
 @dataclass(frozen=True)
-class ScoreCounts:
-    """What scoring cost and what came out of it."""
+class Policy:
+    """What a failing reward does, and since when a call counts as failed."""
 
-    decodes: int
-    """Latents decoded to images."""
-    reward_calls: int
-    """Images times rewards: how many scores were asked for."""
-    missing: Mapping[str, int] = field(default_factory=dict)
-    """Per reward, the images left without a score (NaN or None returned, or a failure skipped)."""
-    failed: Mapping[str, int] = field(default_factory=dict)
-    """Per reward, those of the missing that are failures: an exception, a time-out, an infinite score."""
-    reasons: Mapping[str, str] = field(default_factory=dict)
-    """Per reward that failed, what its first failure said."""
-
-
-@dataclass(frozen=True)
-class _Policy:
     on_error: OnError
     timeout_s: float | None
     reasons: dict[str, str] = field(default_factory=dict)
-    """Filled in while scoring: per reward, the first failure that was skipped."""
+    """Filled in while scoring: per reward, what the first failure that was skipped said."""
+    faults: dict[str, Fault] = field(default_factory=dict)
+    """And its images."""
+
+    def skip(self, name: str, reason: str, batch: "Batch") -> None:
+        """Take note of a failure that does not stop the run."""
+        if name not in self.reasons:
+            self.reasons[name] = one_line(reason)
+            self.faults[name] = batch.fault(name, reason)
 
 
 @dataclass(frozen=True)
-class _Batch:
+class Batch:
+    """Images [B, 3, H, W] that are scored together, with their B prompts and columns."""
+
     images: Tensor
     prompts: Sequence[str]
     columns: Mapping[str, Sequence[Any]]
@@ -88,9 +85,15 @@ class _Batch:
     def __len__(self) -> int:
         return len(self.prompts)
 
-    def only(self, rows: slice) -> "_Batch":
+    def fault(self, name: str, reason: str) -> Fault:
+        """That the reward ``name`` failed on these images."""
+        columns = {column: list(values) for column, values in self.columns.items()}
+        details = {"reward": name, "prompts": list(self.prompts), "columns": columns}
+        return Fault("reward", reason, {"images": self.images}, details)
+
+    def only(self, rows: slice) -> "Batch":
         columns = {name: values[rows] for name, values in self.columns.items()}
-        return _Batch(self.images[rows], self.prompts[rows], columns)
+        return Batch(self.images[rows], self.prompts[rows], columns)
 
 
 def columns_of(reward: Reward) -> Columns:
@@ -165,102 +168,14 @@ def score_images(
         RewardError: a failure under "stop"; under either, a reward that does not return N numbers.
     """
     _check_rows(images, prompts, columns)
-    policy = _Policy(on_error, timeout_s)
-    whole = _Batch(images, prompts, columns)
-    parts = [_score_batch(rewards, whole.only(rows), policy)[0] for rows in _batches(len(whole), batch_size)]
+    policy = Policy(on_error, timeout_s)
+    whole = Batch(images, prompts, columns)
+    parts = [score_batch(rewards, whole.only(rows), policy)[0] for rows in batches(len(whole), batch_size)]
     return torch.cat(parts, dim=1) if parts else torch.empty(len(rewards), 0)
 
 
-def score_leaves(
-    model: FlowModel,
-    leaves: Mapping[int, Tensor],
-    prompts: Sequence[str],
-    columns: Mapping[str, Sequence[Any]],
-    rewards: Mapping[str, Reward],
-    *,
-    batch_size: int,
-    on_error: OnError = "stop",
-    timeout_s: float | None = None,
-    progress: Callable[[int], None] | None = None,
-) -> tuple[dict[int, Tensor], ScoreCounts]:
-    """Decode the leaves of a rollout and score them; the images of one batch at a time are in memory.
-
-    Segments that end in the same leaf hold the same tensor: it is decoded and scored once.
-
-    Args:
-        leaves: scored segment -> [P, W, *D] states at sigma 0.
-        prompts: P prompts; sample w of prompt p is scored with prompt p and its columns.
-        columns: further columns of the prompt file, P values each.
-        batch_size: images decoded and scored together.
-        on_error, timeout_s: as in `score_images`.
-        progress: told the number of images of each batch that is scored.
-
-    Returns:
-        Scored segment -> [R, P, W] float32 on the CPU, and the counts.
-
-    Raises:
-        RewardError: as in `score_images`.
-        InputError: the model decodes to NaN or infinity (the training has diverged).
-    """
-    policy = _Policy(on_error, timeout_s)
-    distinct = {_memory(leaf): leaf for leaf in leaves.values()}
-    rows = [row for leaf in distinct.values() for row in leaf.flatten(0, 1)]
-    owners = _owners(distinct.values(), {"prompts": prompts, **columns})
-    scores = torch.full((len(rewards), len(rows)), torch.nan)
-    failed = torch.zeros(len(rewards), dtype=torch.int64)
-    for part in _batches(len(rows), batch_size):
-        images = decode_images(model, torch.stack(rows[part]))
-        mine = {name: [values[p] for p in owners[part]] for name, values in columns.items()}
-        batch = _Batch(images, [prompts[p] for p in owners[part]], mine)
-        scores[:, part], failures = _score_batch(rewards, batch, policy)
-        failed += failures
-        if progress is not None:
-            progress(len(batch))
-    counts = ScoreCounts(
-        decodes=len(rows),
-        reward_calls=len(rows) * len(rewards),
-        missing=_by_reward(rewards, scores.isnan().sum(dim=1)),
-        failed=_by_reward(rewards, failed),
-        reasons=policy.reasons,
-    )
-    pieces = scores.split([leaf.shape[0] * leaf.shape[1] for leaf in distinct.values()], dim=1)
-    found = {
-        memory: piece.unflatten(1, leaf.shape[:2])
-        for (memory, leaf), piece in zip(distinct.items(), pieces, strict=True)
-    }
-    return {segment: found[_memory(leaf)] for segment, leaf in leaves.items()}, counts
-
-
-def _owners(leaves: Collection[Tensor], aligned: Mapping[str, Sequence[Any]]) -> list[int]:
-    """For each row of the leaves, one after the other, the prompt that it belongs to."""
-    for name, values in aligned.items():
-        for leaf in leaves:
-            if len(leaf) != len(values):
-                raise ValueError(f"got {len(values)} {name} for leaves of {len(leaf)} prompts")
-    return [prompt for leaf in leaves for prompt in range(leaf.shape[0]) for _ in range(leaf.shape[1])]
-
-
-def _by_reward(rewards: Mapping[str, Reward], counts: Tensor) -> dict[str, int]:
-    return dict(zip(rewards, (int(count) for count in counts), strict=True))
-
-
-def _memory(leaf: Tensor) -> tuple[Any, ...]:
-    return leaf.data_ptr(), leaf.shape, leaf.stride(), leaf.dtype
-
-
-def decode_images(model: FlowModel, rows: Tensor) -> Tensor:
-    """[B, *D] states at sigma 0 to [B, 3, H, W] images; InputError where they are not finite numbers."""
-    images = model.decode(rows.to(model.device, torch.float32))
-    if not images.isfinite().all():
-        raise InputError(
-            f"{int((~images.isfinite()).flatten(1).any(dim=1).sum())} of {len(images)} decoded images "
-            "contain NaN or infinity: the training has diverged; go back to an earlier checkpoint and lower "
-            "the learning rate"
-        )
-    return images
-
-
-def _batches(total: int, batch_size: int) -> Iterator[slice]:
+def batches(total: int, batch_size: int) -> Iterator[slice]:
+    """Slices of ``batch_size`` rows that make up ``total``."""
     if batch_size < 1:
         raise ValueError(f"batch_size is {batch_size}, expected at least 1")
     return (slice(start, min(start + batch_size, total)) for start in range(0, total, batch_size))
@@ -272,7 +187,7 @@ def _check_rows(images: Tensor, prompts: Sequence[str], columns: Mapping[str, Se
             raise ValueError(f"got {len(values)} {name} for {len(images)} images; expected one for each")
 
 
-def _score_batch(rewards: Mapping[str, Reward], batch: _Batch, policy: _Policy) -> tuple[Tensor, Tensor]:
+def score_batch(rewards: Mapping[str, Reward], batch: Batch, policy: Policy) -> tuple[Tensor, Tensor]:
     """[R, B] scores and [R] numbers of failures among them."""
     results = [_score(name, reward, batch, policy) for name, reward in rewards.items()]
     if not results:
@@ -280,23 +195,23 @@ def _score_batch(rewards: Mapping[str, Reward], batch: _Batch, policy: _Policy) 
     return torch.stack([scores for scores, _ in results]), torch.tensor([failures for _, failures in results])
 
 
-def _score(name: str, reward: Reward, batch: _Batch, policy: _Policy) -> tuple[Tensor, int]:
+def _score(name: str, reward: Reward, batch: Batch, policy: Policy) -> tuple[Tensor, int]:
     failed = 0
     try:
         scores = _call(name, reward, batch, policy.timeout_s)
-    except RewardError:
-        raise
+    except RewardError as error:
+        raise RewardError(str(error), batch.fault(name, str(error))) from error
     except _Hung as hung:
         if policy.on_error == "stop":
             raise _failure(name, batch, str(hung)) from None
-        policy.reasons.setdefault(name, str(hung))
+        policy.skip(name, str(hung), batch)
         return torch.full((len(batch),), torch.nan), len(batch)
     except PartialFailure as partial:
+        first = min(partial.reasons)
+        at_fault = batch.only(slice(first, first + 1))
         if policy.on_error == "stop":
-            first = min(partial.reasons)
-            at_fault, others = batch.only(slice(first, first + 1)), len(partial.reasons) - 1
-            raise _failure(name, at_fault, partial.reasons[first], others) from None
-        policy.reasons.setdefault(name, partial.reasons[min(partial.reasons)])
+            raise _failure(name, at_fault, partial.reasons[first], len(partial.reasons) - 1) from None
+        policy.skip(name, partial.reasons[first], at_fault)
         scores, failed = _as_scores(name, partial.scores, len(batch)).clone(), len(partial.reasons)
         scores[list(partial.reasons)] = torch.nan
     except (Exception, SystemExit) as cause:
@@ -304,31 +219,33 @@ def _score(name: str, reward: Reward, batch: _Batch, policy: _Policy) -> tuple[T
             return _score_singly(name, reward, batch, policy, cause)
         if policy.on_error == "stop":
             raise _failure(name, batch, _describe(cause)) from cause
-        policy.reasons.setdefault(name, _describe(cause))
+        policy.skip(name, _describe(cause), batch)
         return torch.full((1,), torch.nan), 1
     infinite = scores.isinf()
-    if infinite.any() and policy.on_error == "stop":
-        first = int(infinite.nonzero()[0, 0])
-        raise _failure(name, batch.only(slice(first, first + 1)), f"it returned {scores[first].item()}")
     if infinite.any():
-        policy.reasons.setdefault(name, "it returned an infinite score")
+        first = int(infinite.nonzero()[0, 0])
+        at_fault = batch.only(slice(first, first + 1))
+        if policy.on_error == "stop":
+            raise _failure(name, at_fault, f"it returned {scores[first].item()}")
+        policy.skip(name, "it returned an infinite score", at_fault)
     return scores.masked_fill(infinite, torch.nan), failed + int(infinite.sum())
 
 
 def _score_singly(
-    name: str, reward: Reward, batch: _Batch, policy: _Policy, cause: BaseException
+    name: str, reward: Reward, batch: Batch, policy: Policy, cause: BaseException
 ) -> tuple[Tensor, int]:
     """Score the images of a batch that failed as a whole one by one, to find those at fault."""
-    results = [_score(name, reward, batch.only(rows), policy) for rows in _batches(len(batch), 1)]
+    results = [_score(name, reward, batch.only(rows), policy) for rows in batches(len(batch), 1)]
     if policy.on_error == "stop":
         raise RewardError(
             f"reward {name!r} fails on {len(batch)} images at once, though on none of them alone: "
-            f"{_describe(cause)}; score fewer images at a time"
+            f"{_describe(cause)}; score fewer images at a time",
+            batch.fault(name, _describe(cause)),
         ) from cause
     return torch.cat([scores for scores, _ in results]), sum(failures for _, failures in results)
 
 
-def _call(name: str, reward: Reward, batch: _Batch, timeout_s: float | None) -> Tensor:
+def _call(name: str, reward: Reward, batch: Batch, timeout_s: float | None) -> Tensor:
     columns = columns_of(reward).choose(batch.columns)
 
     def call() -> Any:
@@ -345,15 +262,8 @@ class _Hung(Exception):
 
 def _within(timeout_s: float, call: Callable[[], Any]) -> Any:
     outcome: Future[Any] = Future()
-
-    def work() -> None:
-        try:
-            outcome.set_result(call())
-        except BaseException as error:
-            outcome.set_exception(error)
-
-    Thread(target=work, name="reward", daemon=True).start()
-    if not wait([outcome], timeout=timeout_s).done:
+    thread_like_this(lambda: settle(call, outcome), "reward").start()
+    if not ready(outcome, timeout_s):
         raise _Hung(f"no answer within {timeout_s:g} seconds")
     return outcome.result()
 
@@ -381,16 +291,17 @@ def _as_scores(name: str, result: Any, expected: int) -> Tensor:
     return result.detach().to("cpu", torch.float32)
 
 
-def _failure(name: str, batch: _Batch, cause: str, others: int | None = None) -> RewardError:
+def _failure(name: str, batch: Batch, cause: str, others: int | None = None) -> RewardError:
     count = len(batch) - 1 if others is None else others
     more = f" (and {count} more in its batch)" if count else ""
     return RewardError(
         f"reward {name!r} failed on the prompt {batch.prompts[0]!r}{more}: {cause}; mend the reward, or "
-        "set scoring.on_error=skip to leave such images without a score"
+        "set scoring.on_error=skip to leave such images without a score",
+        batch.fault(name, cause),
     )
 
 
 def _describe(cause: BaseException) -> str:
     frames = traceback.extract_tb(cause.__traceback__)
     where = f" ({Path(frames[-1].filename).name}, line {frames[-1].lineno})" if frames else ""
-    return f"{type(cause).__name__}: {cause}{where}"
+    return f"{type(cause).__name__}: {one_line(cause)}{where}"

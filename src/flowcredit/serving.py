@@ -6,17 +6,22 @@ Axes: B images of one request, H and W their height and width.
 """
 
 import hmac
+import io
 import json
 import os
 import signal
+import socket
 import socketserver
 import sys
 import threading
+import time
+import traceback
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from importlib.metadata import version
-from threading import Lock
+from threading import BoundedSemaphore, Lock
 from typing import Any, Literal
 
 import torch
@@ -25,7 +30,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from flowcredit.assembly import device_of
 from flowcredit.errors import InputError
 from flowcredit.interfaces import Reward
-from flowcredit.rewards.endpoint import is_loopback
+from flowcredit.rewards.endpoint import Timed, brief, is_loopback
 from flowcredit.rewards.loading import load_reward
 from flowcredit.rewards.wire import PROTOCOL, decode_images
 from flowcredit.scoring import Columns, RewardError, columns_of, score_images
@@ -33,6 +38,14 @@ from flowcredit.yaml_lines import parse_yaml
 
 _STALLED_S = 60
 """Seconds without a byte after which a client is given up."""
+_SENT_S = 600
+"""Seconds in which a whole request must be here, however steadily it trickles."""
+_LINGER_S = 2
+"""Seconds for which a client that was answered may go on sending."""
+_AT_WORK = 2
+"""Requests that are unfolded in memory at once: one is scored while the next is read."""
+_ANSWER_CHARACTERS = 1000
+"""Longest message of a refusal: it may quote what was sent."""
 _DRAINED_BYTES = 1 << 30
 """What is read of a refused body and thrown away: a client hears no answer before it has sent its own."""
 
@@ -47,8 +60,12 @@ class Service:
     """Longest request body."""
     token: str | None = field(default=None, repr=False)
     """What a client must show as ``Authorization: Bearer ...``; None lets everyone in."""
+    max_connections: int = 64
+    """Clients at once; a further one is told 503, after which it tries again."""
     lock: Lock = field(default_factory=Lock, repr=False)
     """Held while the reward computes: rewards are not written for several threads."""
+    at_work: BoundedSemaphore = field(default_factory=lambda: BoundedSemaphore(_AT_WORK), repr=False)
+    """Bounds the memory that images take, whatever the number of clients."""
 
     @property
     def columns(self) -> Columns:
@@ -76,12 +93,32 @@ class RewardServer(ThreadingHTTPServer):
 
     def __init__(self, address: tuple[str, int], service: Service) -> None:
         self.service = service
+        self._places = BoundedSemaphore(service.max_connections)
         super().__init__(address, _Handler)
 
     def server_bind(self) -> None:
         """Bind without asking the name service who this host is, which may take seconds."""
         socketserver.TCPServer.server_bind(self)
         self.server_name, self.server_port = str(self.server_address[0]), int(self.server_address[1])
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        """A thread for the client, or a word that there is none."""
+        if not self._places.acquire(blocking=False):
+            with suppress(OSError):
+                request.sendall(_BUSY)
+            self.shutdown_request(request)
+            return
+        try:
+            super().process_request(request, client_address)
+        except BaseException:
+            self._places.release()
+            raise
+
+    def process_request_thread(self, request: Any, client_address: Any) -> None:
+        try:
+            super().process_request_thread(request, client_address)
+        finally:
+            self._places.release()
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """A client that hangs up is its own affair; all else is a fault of ours and is shown."""
@@ -94,11 +131,21 @@ class RewardServer(ThreadingHTTPServer):
         return f"http://{self.server_name}:{self.server_port}"
 
 
+_BUSY = (
+    b"HTTP/1.1 503 Service Unavailable\r\nContent-Type: application/json\r\nConnection: close\r\n\r\n"
+    b'{"error": "too many clients at once"}'
+)
+
+
 class _Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
     timeout = _STALLED_S
     server: RewardServer
     unread = 0
+
+    def setup(self) -> None:
+        super().setup()
+        self.rfile = io.BufferedReader(Timed(self.connection, time.monotonic() + _SENT_S, _STALLED_S))
 
     def do_GET(self) -> None:
         self._answer_with(self._health)
@@ -107,15 +154,31 @@ class _Handler(BaseHTTPRequestHandler):
         self._answer_with(self._scores)
 
     def _answer_with(self, make: Any) -> None:
-        length = self.headers.get("Content-Length", "")
-        self.unread = int(length) if length.isascii() and length.isdigit() else 0
         try:
+            self.unread = self._length()
             self._check_token()
             status, body = 200, make()
         except _Refusal as refusal:
-            status, body = refusal.status, {"error": str(refusal)}
+            status, body = refusal.status, {"error": brief(str(refusal), _ANSWER_CHARACTERS)}
             self._drain()
+        except OSError:
+            raise
+        except Exception as error:
+            traceback.print_exc()
+            status, body = 500, {"error": f"a fault of the server: {type(error).__name__}"}
         self._send(status, body)
+
+    def _length(self) -> int:
+        """Bytes of the body. Two answers to where it ends would be two requests to a proxy."""
+        found = self.headers.get_all("Content-Length", [])
+        if "Transfer-Encoding" in self.headers:
+            raise _Refusal(411, "Transfer-Encoding is not read; expected a body and its Content-Length")
+        if not found:
+            return 0
+        length = found[0].strip()
+        if len(found) > 1 or len(length) > 18 or not (length.isascii() and length.isdigit()):
+            raise _Refusal(400, f"Content-Length is {', '.join(found)!r}; expected one number of bytes")
+        return int(length)
 
     def _health(self) -> dict[str, Any]:
         if self.path != "/health":
@@ -135,7 +198,9 @@ class _Handler(BaseHTTPRequestHandler):
     def _scores(self) -> dict[str, Any]:
         if self.path != "/":
             raise _Refusal(404, f"nothing at {self.path!r}; POST / to have images scored, or GET /health")
-        return {"scores": score_request(self.server.service, self._body())}
+        content = self._body()
+        with self.server.service.at_work:
+            return {"scores": score_request(self.server.service, _parse(content))}
 
     def _check_token(self) -> None:
         token = self.server.service.token
@@ -145,7 +210,7 @@ class _Handler(BaseHTTPRequestHandler):
         if not hmac.compare_digest(shown, f"Bearer {token}".encode()):
             raise _Refusal(401, "the header 'Authorization: Bearer ...' is missing or holds another token")
 
-    def _body(self) -> Any:
+    def _body(self) -> bytes:
         # A page in somebody's browser may post anywhere, but not with this type unless the server consents.
         if self.headers.get_content_type() != "application/json":
             raise _Refusal(415, "expected the header 'Content-Type: application/json'")
@@ -158,10 +223,7 @@ class _Handler(BaseHTTPRequestHandler):
         if len(content) < self.unread:
             raise ConnectionAbortedError
         self.unread = 0
-        try:
-            return json.loads(content, parse_constant=_refuse_constant)
-        except (ValueError, RecursionError) as error:
-            raise _Refusal(400, f"the body is not JSON: {error}") from None
+        return content
 
     def _drain(self) -> None:
         left = min(self.unread, _DRAINED_BYTES)
@@ -171,12 +233,22 @@ class _Handler(BaseHTTPRequestHandler):
     def _send(self, status: int, body: Mapping[str, Any]) -> None:
         content = json.dumps(body, allow_nan=False).encode()
         self.close_connection = True
+        self.connection.settimeout(_STALLED_S)
         self.send_response(status)
         self.send_header("Content-Type", "application/json")
         self.send_header("Content-Length", str(len(content)))
         self.send_header("Connection", "close")
         self.end_headers()
         self.wfile.write(content)
+        self._linger()
+
+    def _linger(self) -> None:
+        """Let the answer arrive: to close on bytes that were not read is to take it back."""
+        with suppress(OSError):
+            self.connection.shutdown(socket.SHUT_WR)
+            rest = Timed(self.connection, time.monotonic() + _LINGER_S)
+            while rest.read(1 << 16):
+                pass
 
     def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:
         """Also what the standard library refuses, an unknown method for one, is answered in JSON."""
@@ -187,6 +259,13 @@ class _Handler(BaseHTTPRequestHandler):
 
     def log_message(self, format: str, *args: Any) -> None:
         """Quiet: a training run asks thousands of times."""
+
+
+def _parse(content: bytes) -> Any:
+    try:
+        return json.loads(content, parse_constant=_refuse_constant)
+    except (ValueError, RecursionError) as error:
+        raise _Refusal(400, f"the body is not JSON: {error}") from None
 
 
 def score_request(service: Service, body: Any) -> list[float | None]:
@@ -201,6 +280,11 @@ def score_request(service: Service, body: Any) -> list[float | None]:
         first = error.errors(include_url=False)[0]
         where = ".".join(str(part) for part in first["loc"]) or "the body"
         raise _Refusal(400, f"{where}: {first['msg']}") from None
+    for name in ("images", "prompts"):
+        if name in request.columns:
+            raise _Refusal(
+                400, f"columns.{name}: a column cannot be called so; {name} stand beside the columns"
+            )
     count = len(request.images)
     for name, values in {"prompts": request.prompts, **request.columns}.items():
         if len(values) != count:
@@ -225,7 +309,7 @@ def _scored(
         with service.lock:
             scores = score_images(rewards, images, prompts, columns, batch_size=len(images))[0]
     except RewardError as error:
-        print(f"flowcredit: {error}", file=sys.stderr, flush=True)
+        print(f"flowcredit: {brief(str(error), _ANSWER_CHARACTERS)}", file=sys.stderr, flush=True)
         raise _Refusal(422, str(error)) from None
     return [None if score != score else score for score in scores.tolist()]
 

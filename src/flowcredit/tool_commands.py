@@ -32,6 +32,49 @@ def check(
         raise typer.Exit(1)
 
 
+def replay(
+    fault: Annotated[
+        Path,
+        typer.Argument(metavar="FAULT", help="A folder of faults/ in a run's folder.", show_default=False),
+    ],
+) -> None:
+    """Bring a kept fault about again: a reward that failed, or numbers that were not finite.
+
+    A run keeps the batch in which it first saw one, and the weights of then. Says whether it comes again, and
+    where in the network. Exit code 1 if it does not.
+
+    [cyan]flowcredit replay runs/shapes-g2rpo/faults/000012-gradient[/cyan]
+    """
+    from flowcredit.replay import replay_command
+
+    if not replay_command(fault):
+        raise typer.Exit(1)
+
+
+def export(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="The folder of a run.", show_default=False)],
+    out: Annotated[Path, typer.Option(metavar="FOLDER", help="Where to write it.", show_default=False)],
+    iteration: Annotated[
+        int | None,
+        typer.Option(
+            metavar="N", min=1, help="Of which checkpoint; the newest by default.", show_default=False
+        ),
+    ] = None,
+    best: Annotated[
+        bool, typer.Option("--best", help="Of the kept checkpoint that was best on held-out prompts.")
+    ] = False,
+) -> None:
+    """Write the weights of a checkpoint as final/ holds those of the end: for plain diffusers.
+
+    Averaged weights where the run keeps them. What is kept: checkpoint.keep_last and checkpoint.keep_best.
+
+    [cyan]flowcredit export runs/shapes-g2rpo --best --out best[/cyan]
+    """
+    from flowcredit.checkpoint_export import export_command
+
+    export_command(run, out, iteration, best)
+
+
 def serve_reward(
     name: Annotated[
         str,

@@ -1,96 +1,45 @@
 """The loop: sample, roll out, score, credit, update. It names no method, no model and no reward."""
 
-import signal
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
-from types import FrameType
 
-import torch
 from rich.console import Console
-from torch import Tensor
 
 from flowcredit.assembly import Setup, assemble, build_grid
-from flowcredit.checkpoint import Checkpoint, optimizer_tensors, restore_optimizer, save_checkpoint, tidy
-from flowcredit.comparison import alarms, evaluation_table, format_summary, summarise
+from flowcredit.checkpoint import tidy
+from flowcredit.comparison import Evaluation, alarms, evaluation_table, format_summary, summarise
 from flowcredit.config import Recipe
-from flowcredit.console import Monitor
-from flowcredit.distributed import ALONE, World, joined
+from flowcredit.console import Monitor, say
+from flowcredit.distributed import World, joined
 from flowcredit.errors import InputError
 from flowcredit.evaluate import evaluate
 from flowcredit.evaluation_files import load_evaluation, save_evaluation
 from flowcredit.experience import Experience, collect
 from flowcredit.export import export_weights
+from flowcredit.faults import FaultError, NonFinite
+from flowcredit.guard import guard_of
 from flowcredit.image_pairs import PairError
+from flowcredit.interrupts import holding_interrupts
 from flowcredit.introduction import introduce
 from flowcredit.model_card import write_model_card
+from flowcredit.progress import Progress, kept_best, put_back, reward_weights, save, start
 from flowcredit.prompts import iteration_prompts
+from flowcredit.recovery import Run, heed, on_fault, tell_failures, with_fault
 from flowcredit.resuming import read_back
 from flowcredit.run_folder import RunFolder
 from flowcredit.scoring import RewardError
-from flowcredit.sharding import parted, whole
-from flowcredit.training_log import Record, iteration_line, iteration_record
+from flowcredit.sharding import whole
+from flowcredit.standing import best_iterations
+from flowcredit.training_log import Record, iteration_line, iteration_record, unscored
 from flowcredit.update import UpdateMetrics, learning_rate, update_policy
-from flowcredit.weights import EMA, fingerprints, trainable_parameters
+from flowcredit.weights import fingerprints, trainable_parameters
 
 SILENT_ITERATIONS = 5
 """A run that has learned nothing in its first iterations, so many, is stopped."""
-
-TOTALS = ("velocity_evaluations", "decodes", "reward_calls", "seconds")
-
-
-@dataclass
-class Progress:
-    """What changes while a run goes on: weights, optimizer, averages and counts."""
-
-    parameters: dict[str, torch.nn.Parameter]
-    optimizer: torch.optim.Optimizer
-    ema: EMA | None
-    world: World = ALONE
-    iteration: int = 0
-    totals: dict[str, float] = field(default_factory=lambda: dict.fromkeys(TOTALS, 0.0))
-
-
-class _Interrupt:
-    """Ctrl-C, held back while weights change: the first asks the loop to stop, the second stops at once.
-
-    Of several processes none stops before all have agreed to, between two iterations.
-    """
-
-    def __init__(self, world: World) -> None:
-        self.asked = False
-        self.world = world
-
-    def __call__(self, number: int, frame: FrameType | None) -> None:
-        if self.asked and self.world.size == 1:
-            raise KeyboardInterrupt
-        self.asked = True
-
-    def check(self) -> None:
-        """Stop here if it was asked for: nothing is lost at this point."""
-        if self.asked and self.world.size == 1:
-            raise KeyboardInterrupt
-
-    def agree(self) -> None:
-        """Stop here, all processes together, if any was asked to."""
-        if any(self.world.largest([int(self.asked)])):
-            raise KeyboardInterrupt
-
-
-@contextmanager
-def _holding_interrupts(world: World) -> Iterator[_Interrupt]:
-    held = _Interrupt(world)
-    try:
-        before = signal.signal(signal.SIGINT, held)
-    except ValueError:  # Signals belong to the main thread; elsewhere there is no Ctrl-C to hold.
-        yield held
-        return
-    try:
-        yield held
-    finally:
-        signal.signal(signal.SIGINT, before)
 
 
 def train(recipe: Recipe, run_dir: Path, console: Console | None = None) -> None:
@@ -108,7 +57,7 @@ def train(recipe: Recipe, run_dir: Path, console: Console | None = None) -> None
         if world.first:
             folder.create(recipe)
         with _owned(folder, world):
-            _run(setup, folder, _start(setup, world), console)
+            _run(setup, folder, start(setup, world), console)
 
 
 def resume(run_dir: Path, overrides: Sequence[str] = (), console: Console | None = None) -> None:
@@ -121,16 +70,17 @@ def resume(run_dir: Path, overrides: Sequence[str] = (), console: Console | None
     with joined(recipe.parallel.timeout_s) as world, _owned(folder, world):
         console = _console(console, world)
         for note in left.notes:
-            console.print(note, highlight=False, soft_wrap=True)
+            say(console, note)
         setup = assemble(recipe, world)
-        progress = _start(setup, world)
+        progress = start(setup, world)
         if left.checkpoint is not None:
-            _put_back(progress, left.checkpoint)
+            put_back(progress, left.checkpoint)
         if world.first:
             folder.write_recipe(recipe)
             folder.cut_log(progress.iteration)
-            tidy(folder.checkpoints, progress.iteration, recipe.checkpoint.keep_last)
-        console.print(f"resuming {run_dir} after iteration {progress.iteration}", highlight=False)
+            best = best_iterations(folder, reward_weights(recipe), kept_best(recipe))
+            tidy(folder.checkpoints, progress.iteration, recipe.checkpoint.keep_last, best)
+        say(console, f"resuming {run_dir} after iteration {progress.iteration}")
         _run(setup, folder, progress, console)
 
 
@@ -143,63 +93,71 @@ def _owned(folder: RunFolder, world: World) -> AbstractContextManager[None]:
     return folder.owned() if world.first else nullcontext()
 
 
-def _put_back(progress: Progress, checkpoint: Checkpoint) -> None:
-    with torch.no_grad():
-        for name, parameter in progress.parameters.items():
-            parameter.copy_(parted(checkpoint.groups["weights"][name], parameter))
-    restore_optimizer(progress.optimizer, progress.parameters, checkpoint.groups["optimizer"])
-    if progress.ema is not None:
-        progress.ema.load_state_dict(checkpoint.groups["ema"])
-    progress.iteration = checkpoint.iteration
-    progress.totals.update(checkpoint.state["totals"])
-
-
-def _start(setup: Setup, world: World) -> Progress:
-    settings = setup.recipe.train
-    parameters = trainable_parameters(setup.model.network)
-    optimizer = torch.optim.AdamW(
-        parameters.values(),
-        lr=settings.learning_rate,
-        betas=settings.betas,
-        eps=settings.adam_epsilon,
-        weight_decay=settings.weight_decay,
-    )
-    ema = EMA(setup.model.network, settings.ema_decay) if settings.ema_decay > 0 else None
-    return Progress(parameters, optimizer, ema, world)
-
-
 def _run(setup: Setup, folder: RunFolder, progress: Progress, console: Console) -> None:
     recipe, world = setup.recipe, progress.world
-    total = recipe.train.iterations
     introduce(setup, folder.path, console)
-    saved = began_at = progress.iteration
-    silent = 0
+    guard = guard_of(folder, recipe.guard, reward_weights(recipe), progress.iteration)
     with (
-        Monitor(console, total, progress.iteration, recipe.logging.every) as monitor,
-        _holding_interrupts(world) as held,
+        Monitor(
+            console,
+            recipe.train.iterations,
+            progress.iteration,
+            recipe.logging.every,
+            recipe.model.compile,
+        ) as monitor,
+        holding_interrupts(world) as held,
     ):
+        run = Run(setup, folder, progress, monitor, held, guard)
         try:
-            _evaluate_if_due(setup, folder, progress, monitor, held.check)
-            while progress.iteration < total:
-                record = _iterate(setup, progress, monitor, held.check)
-                if world.first:
-                    folder.append_log(record)
-                if progress.iteration % recipe.checkpoint.every == 0 or progress.iteration == total:
-                    _save(folder, progress, recipe)
-                    saved = progress.iteration
-                monitor.finish_iteration(iteration_line(tuple(setup.rewards), record))
-                silent = silent + 1 if record.get("dead_groups") == 1 else 0
-                _tell_silence(silent, progress.iteration - began_at, monitor)
-                _evaluate_if_due(setup, folder, progress, monitor, held.check)
-                held.agree()
+            _train(run)
         except (KeyboardInterrupt, RewardError, PairError) as stop:
             # None of them comes while weights change. An error is one process's own: the others are not here.
             together = world.size == 1 or isinstance(stop, KeyboardInterrupt)
-            if together and progress.iteration > saved:
-                _save(folder, progress, recipe)
+            if together and progress.iteration > progress.saved:
+                save(folder, progress, recipe)
+            if isinstance(stop, FaultError):
+                raise type(stop)(with_fault(run, stop), stop.fault) from stop
             raise
+        except NonFinite as stop:
+            raise NonFinite(with_fault(run, stop), stop.fault) from stop
     _finish(setup, folder, progress, console)
     world.wait()
+
+
+def _train(run: Run) -> None:
+    recipe, progress = run.setup.recipe, run.progress
+    began_at, silent, mute = progress.iteration, 0, 0
+    heed(run, _judged(run, _evaluate_if_due(run) or _evaluated(run)))
+    while progress.iteration < recipe.train.iterations:
+        record = _iterate(run)
+        if run.world.first:
+            run.folder.append_log(record)
+        if _to_be_saved(recipe, progress.iteration):
+            save(run.folder, progress, recipe)
+        run.monitor.finish_iteration(iteration_line(tuple(run.setup.rewards), record))
+        silent = silent + 1 if record.get("dead_groups") == 1 else 0
+        _tell_silence(silent, progress.iteration - began_at, run.monitor)
+        mute += _tell_mute(run, record, mute + 1 == recipe.train.iterations)
+        odd = run.guard.look(record)
+        heed(run, odd or _judged(run, _evaluate_if_due(run)))
+        run.interrupt.agree()
+
+
+def _to_be_saved(recipe: Recipe, iteration: int) -> bool:
+    if iteration % recipe.checkpoint.every == 0 or iteration == recipe.train.iterations:
+        return True
+    return kept_best(recipe) > 0 and _evaluation_due(recipe, iteration)
+
+
+def _evaluated(run: Run) -> Evaluation | None:
+    """What the run's newest evaluation found, where a stop came after it; for the first process alone."""
+    file = run.folder.evaluation(run.progress.iteration)
+    return load_evaluation(file)[0] if run.world.first and file.exists() else None
+
+
+def _judged(run: Run, evaluation: Evaluation | None) -> str | None:
+    """Why an evaluation is a collapse; None where it is not, or there was none."""
+    return None if evaluation is None else run.guard.judge(evaluation)
 
 
 def _tell_silence(silent: int, done: int, monitor: Monitor) -> None:
@@ -215,32 +173,46 @@ def _tell_silence(silent: int, done: int, monitor: Monitor) -> None:
     monitor.say(f"nothing was learned in this iteration: {why}")
 
 
-def _iterate(setup: Setup, progress: Progress, monitor: Monitor, check: Callable[[], None]) -> Record:
+def _tell_mute(run: Run, record: Record, never: bool) -> bool:
+    """Say which trained rewards gave no score; whether none did. InputError if so ``never`` in the run."""
+    rewards = tuple(run.setup.rewards)
+    without = unscored(rewards, record)
+    for name in without:
+        run.monitor.say(f"reward {name} gave no score to any image of this iteration")
+    if never and without and without == rewards:
+        raise InputError(
+            "no reward gave a score to any image of the whole run, so it learned nothing, and no weights are"
+            " exported; look at the rewards by flowcredit check"
+        )
+    return bool(without) and without == rewards
+
+
+def _iterate(run: Run) -> Record:
     """One iteration; returns its log record. Weights change only after everything else is done."""
     began = time.monotonic()
+    setup, progress, monitor = run.setup, run.progress, run.monitor
     recipe, iteration = setup.recipe, progress.iteration
     count = recipe.train.prompts_per_iteration
     chosen = iteration_prompts(len(setup.train_prompts), recipe.seed, iteration, count)
     prompts = setup.train_prompts.take(chosen)
-    found = collect(setup, prompts, iteration, _Listening(monitor, check), progress.world)
-    check()
-    for name, reason in found.counts.reasons.items():
-        monitor.say(
-            f"reward {name} failed on {found.counts.failed[name]} images, which are skipped; the first said:"
-            f" {reason}"
-        )
+    found = collect(setup, prompts, iteration, _Listening(monitor, run.interrupt.check), run.world)
+    run.interrupt.check()
+    tell_failures(run, found)
     monitor.stage("updating", 1)
-    rate = learning_rate(recipe.train, iteration)
-    metrics = _update(setup, progress, rate, found)
+    rate = learning_rate(recipe.train, iteration) * progress.rate_scale
+    metrics = _update(run, rate, found)
     progress.iteration += 1
     _count(progress, found, time.monotonic() - began)
     record: Record = {"iteration": progress.iteration, "learning_rate": rate, "prompts": len(prompts)}
-    record |= iteration_record(tuple(setup.rewards), found.scores, found.counts, found.advantages, metrics)
+    record |= iteration_record(
+        tuple(setup.rewards), found.scores, found.counts, found.advantages, metrics, found.spread
+    )
     return record | progress.totals
 
 
-def _update(setup: Setup, progress: Progress, rate: float, found: Experience) -> UpdateMetrics:
+def _update(run: Run, rate: float, found: Experience) -> UpdateMetrics:
     """Train on an experience. Raises InputError where the run's first update moves nothing."""
+    setup, progress = run.setup, run.progress
     for group in progress.optimizer.param_groups:
         group["lr"] = rate
 
@@ -260,8 +232,10 @@ def _update(setup: Setup, progress: Progress, rate: float, found: Experience) ->
         setup.reference,
         progress.world,
         found.own,
+        partial(on_fault, run),
     )
-    if first and not any(progress.world.largest([int(fingerprints(progress.parameters) != before)])):
+    moved = metrics.get("skipped_steps", 0) > 0 or not first or fingerprints(progress.parameters) != before
+    if not any(progress.world.largest([int(moved)])):
         raise InputError(
             "the first update moved no trained weight, though advantages were not all 0: the gradient does"
             f" not reach them (its norm was {metrics['grad_norm']:g}); look at weights.targets and"
@@ -292,20 +266,22 @@ def _count(progress: Progress, found: Experience, seconds: float) -> None:
     progress.totals["seconds"] += seconds
 
 
-def _evaluate_if_due(
-    setup: Setup, folder: RunFolder, progress: Progress, monitor: Monitor, check: Callable[[], None]
-) -> None:
-    """Held-out prompts at fixed seeds, with the averaged weights where there are any.
+def _evaluation_due(recipe: Recipe, iteration: int) -> bool:
+    every = recipe.evaluation.every
+    return iteration in (0, recipe.train.iterations) or (every > 0 and iteration % every == 0)
+
+
+def _evaluate_if_due(run: Run) -> Evaluation | None:
+    """Held-out prompts at fixed seeds, with the averaged weights where there are any; None if not done.
 
     Due before and after the run and every so many iterations; also where a stop came before it was done.
     """
-    recipe, every = setup.recipe, setup.recipe.evaluation.every
-    ends = progress.iteration in (0, recipe.train.iterations)
-    due = ends or (every > 0 and progress.iteration % every == 0)
+    setup, folder, progress, monitor = run.setup, run.folder, run.progress, run.monitor
+    recipe = setup.recipe
     # The first process writes: the others must not look before all have decided.
     done = progress.world.largest([int(folder.evaluation(progress.iteration).exists())])
-    if not due or any(done):
-        return
+    if not _evaluation_due(recipe, progress.iteration) or any(done):
+        return None
     steps = recipe.evaluation.num_steps or recipe.algorithm.num_steps
     monitor.stage("evaluating", len(setup.heldout_prompts) * steps)
     with _averaged(setup, progress):
@@ -318,11 +294,11 @@ def _evaluate_if_due(
             build_grid(recipe.grid, setup.model, steps),
             scoring=recipe.scoring,
             iteration=progress.iteration,
-            progress=_Listening(monitor, check).advance,
+            progress=_Listening(monitor, run.interrupt.check).advance,
             world=progress.world,
         )
     if not progress.world.first:
-        return
+        return result
     result = replace(result, seconds=time.monotonic() - began)
     save_evaluation(result, folder.path)
     means = "  ".join(
@@ -333,6 +309,7 @@ def _evaluate_if_due(
         before, _ = load_evaluation(folder.evaluation(0))
         for line in alarms(before, result, tuple(setup.rewards)):
             monitor.say(line)
+    return result
 
 
 def _averaged(setup: Setup, progress: Progress) -> AbstractContextManager[None]:
@@ -350,28 +327,10 @@ def _finish(setup: Setup, folder: RunFolder, progress: Progress, console: Consol
     before = load_evaluation(folder.evaluation(0))[0] if folder.evaluation(0).exists() else None
     write_model_card(folder.final, setup.recipe, type(setup.model.pipeline).__name__, before, after)
     console.print(evaluation_table(after) if before is None else evaluation_table(before, after))
-    console.print(
-        f"weights for diffusers (dtype=torch.float32 or bfloat16): {folder.final}",
-        highlight=False,
-        soft_wrap=True,
-    )
+    say(console, f"weights for diffusers (dtype=torch.float32 or bfloat16): {folder.final}")
     try:
         from flowcredit.report import build_report
 
-        console.print(f"report: {build_report(folder.path)}", highlight=False, soft_wrap=True)
+        say(console, f"report: {build_report(folder.path)}")
     except InputError as error:
-        console.print(f"no report: {error}", highlight=False, soft_wrap=True)
-
-
-def _save(folder: RunFolder, progress: Progress, recipe: Recipe) -> None:
-    groups: dict[str, dict[str, Tensor]] = {
-        "weights": dict(progress.parameters),
-        "optimizer": optimizer_tensors(progress.optimizer, progress.parameters),
-    }
-    if progress.ema is not None:
-        groups["ema"] = progress.ema.state_dict()
-    groups = {name: whole(tensors, progress.world) for name, tensors in groups.items()}
-    if not progress.world.first:
-        return
-    state = {"totals": progress.totals, "recipe": recipe.model_dump(mode="json")}
-    save_checkpoint(folder.checkpoints, progress.iteration, groups, state, recipe.checkpoint.keep_last)
+        say(console, f"no report: {error}")

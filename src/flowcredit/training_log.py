@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from flowcredit.scoring import ScoreCounts
+from flowcredit.leaf_scoring import ScoreCounts
 from flowcredit.update import UpdateMetrics
 
 Record = dict[str, float | int | None]
@@ -22,12 +22,14 @@ def iteration_record(
     counts: ScoreCounts,
     advantages: Mapping[int, Tensor],
     metrics: UpdateMetrics,
+    spread: Tensor,
 ) -> Record:
     """The record of one iteration, without its counters.
 
     For each reward: ``reward/`` its mean over all leaves [R, P, W], ``reward_spread/`` the mean standard
     deviation within a group, ``missing/`` the images without a score, ``failed/`` those of them on
     which the reward failed. ``dead_groups`` is the share of groups whose advantages are all 0.
+    ``image_spread`` is the mean of ``spread`` [P], by which the images of a prompt differ.
     Where nothing was sampled there are neither.
     """
     record: Record = {}
@@ -42,7 +44,13 @@ def iteration_record(
         record[f"failed/{name}"] = counts.failed.get(name, 0)
     groups = torch.cat([(each == 0).all(-1) for each in advantages.values()])
     record["dead_groups"] = _number(groups.float().mean())
+    record["image_spread"] = _number(spread.nanmean())
     return record | metrics
+
+
+def unscored(rewards: Sequence[str], record: Record) -> tuple[str, ...]:
+    """The rewards that gave no score to any image of an iteration that sampled."""
+    return tuple(name for name in rewards if record.get(f"reward/{name}", 0.0) is None)
 
 
 def iteration_line(rewards: Sequence[str], record: Record) -> str:

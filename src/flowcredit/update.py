@@ -14,10 +14,11 @@ from torch import Tensor
 from flowcredit.config import TrainSettings
 from flowcredit.distributed import ALONE, World
 from flowcredit.errors import InputError
+from flowcredit.faults import Fault, NonFinite, batch_tensors
 from flowcredit.interfaces import Conditioning, FlowModel
 from flowcredit.objectives import Metrics, TrainingSet
 from flowcredit.rollout import rows_of
-from flowcredit.sharding import as_number, loss_scale
+from flowcredit.sharding import as_number, loss_scale, own_part
 
 Reference = Callable[[], AbstractContextManager[None]]
 """Turns the model into the reference policy while entered."""
@@ -25,9 +26,19 @@ Reference = Callable[[], AbstractContextManager[None]]
 UpdateMetrics = dict[str, float]
 """What the objective told, over all entries of the update; ``loss``; ``grad_norm``, the mean norm before
 clipping; and, where there is a ratio, ``on_policy_deviation``, the largest ``|ratio - 1|`` before the first
-optimizer step. ``kl_reference`` is the KL divergence of the steps from the reference policy's."""
+optimizer step; ``skipped_steps``, the optimizer steps left out. ``kl_reference`` is the KL divergence of the
+steps from the reference policy's."""
 
 RATIO = "ratio_max_deviation"
+
+OnFault = Callable[[Fault | None], None]
+"""Called in every process where a loss or a gradient is not finite, with the batch where it is this one's."""
+
+
+def stopped(fault: Fault | None) -> None:
+    """Raise `NonFinite` for any fault."""
+    what = "the sum of the gradients is no finite number" if fault is None else fault.message
+    raise NonFinite(what, fault)
 
 
 def learning_rate(settings: TrainSettings, iteration: int) -> float:
@@ -63,6 +74,7 @@ def update_policy(
     reference: Reference | None = None,
     world: World = ALONE,
     own: int | None = None,
+    on_fault: OnFault = stopped,
 ) -> UpdateMetrics:
     """Train on a rollout: an optimizer step for each set ("per_step") or one for all ("accumulated").
 
@@ -70,8 +82,10 @@ def update_policy(
     teach nothing, since their advantages are 0, are left out before the network sees them, and so is an
     optimizer step that has no others; without any there are no metrics. ``after_step`` is called after each.
     ``reference`` turns the model into the policy that a KL or a preference is measured from. ``own``: how
-    many prompts of ``cond`` are this process's; the others only fill up. Raises InputError where the gradient
-    is not finite, and, in float32, where the ratio strays from 1 before the first step.
+    many prompts of ``cond`` are this process's; the others only fill up. ``on_fault`` is called, in every
+    process, where a loss or a gradient is not finite; unless it raises, that optimizer step is left out and
+    counted in ``skipped_steps``. Raises InputError where, in float32, the ratio strays from 1 before the
+    first step.
     """
     size = settings.micro_batch_size
     chosen, totals = _chosen(sets, world, own)
@@ -80,25 +94,96 @@ def update_policy(
     scale = loss_scale(_parameters(optimizer), world)
     seen: list[tuple[int, Metrics]] = []
     norms: list[float] = []
-    losses, spent = 0.0, 0
+    losses, spent, skipped = 0.0, 0, 0
     on_policy: float | None = None
     for together in [[n] for n in every] if settings.update == "per_step" else [list(every)]:
         if not any(len(chosen[n].rows.x) for n in together):
             continue
         total = sum(totals[n] for n in together)
-        for chunk in _chunks([chosen[n] for n in together], size):
-            loss, metrics = _chunk_loss(model, cond, chunk, total)
-            (loss * scale).backward()
-            losses += loss.item() * total
-            seen += metrics
-        spent += total
+        chunks = list(_chunks([chosen[n] for n in together], size))
+        loss_here, seen_here = _gradients(model, cond, chunks, total, scale)
+        norm = _norm(optimizer, settings, world)
+        if not math.isfinite(norm):
+            optimizer.zero_grad(set_to_none=True)
+            on_fault(_found_fault(model, cond, chunks, total, optimizer, world))
+            skipped += 1
+            continue
+        losses, seen, spent = losses + loss_here, seen + seen_here, spent + total
         if not norms:
             on_policy = _deviation(seen, world)
             if on_policy is not None:
                 _check_ratio(on_policy, settings)
-        norms.append(_step(optimizer, settings, world))
+        norms.append(norm)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
         after_step()
-    return _metrics(world, seen, losses, spent, norms, on_policy)
+    found = _metrics(world, seen, losses, spent, norms, on_policy)
+    return found | {"skipped_steps": skipped} if norms or skipped else found
+
+
+def _gradients(
+    model: FlowModel, cond: Conditioning, chunks: Sequence[Sequence[_Rows]], total: int, scale: int
+) -> tuple[float, list[tuple[int, Metrics]]]:
+    """Add up this process's gradients of the chunks; the sum of the loss over entries, and what to watch."""
+    loss_sum = 0.0
+    seen: list[tuple[int, Metrics]] = []
+    for chunk in chunks:
+        loss, metrics = _chunk_loss(chunk, _velocities(model, cond, [each.rows for each in chunk]), total)
+        value = loss.item()
+        # A loss that is not finite may have a gradient that is: it must not pass for a good one.
+        (loss * (scale if math.isfinite(value) else math.nan)).backward()
+        loss_sum += value * total
+        seen += metrics
+    return loss_sum, seen
+
+
+def _found_fault(
+    model: FlowModel,
+    cond: Conditioning,
+    chunks: Sequence[Sequence[_Rows]],
+    total: int,
+    optimizer: torch.optim.Optimizer,
+    world: World,
+) -> Fault | None:
+    """The first chunk of this process that alone has a loss or a gradient that is not finite, found by going
+    through them again; None where it is another process's, or where only their sum is not finite.
+
+    Every process goes through all its chunks, as spread weights need.
+    """
+    parameters = _parameters(optimizer)
+    found: Fault | None = None
+    for chunk in chunks:
+        velocities = _velocities(model, cond, [each.rows for each in chunk])
+        for v in velocities:
+            v.retain_grad()
+        loss, _ = _chunk_loss(chunk, velocities, total)
+        loss.backward()
+        value = loss.item()
+        bad = [p for p in parameters if p.grad is not None and not own_part(p.grad).isfinite().all()]
+        if found is None and (bad or not math.isfinite(value)):
+            kind = "gradient" if math.isfinite(value) else "loss"
+            what = f"the loss is {value:g}" if kind == "loss" else f"the gradient of {len(bad)} tensors is"
+            states = sum(len(v.flatten(0, 1)) for v in velocities)
+            message = f"{what} no finite number" if kind == "gradient" else what
+            found = Fault(
+                kind,
+                f"{message} in a batch of {states} states",
+                _batch(cond, chunk, velocities),
+                {"loss": value, "prompts": torch.cat([e.rows.prompts for e in chunk]).tolist()},
+            )
+        optimizer.zero_grad(set_to_none=True)
+        if found is not None and world.size == 1:
+            break
+    return found
+
+
+def _batch(cond: Conditioning, chunk: Sequence[_Rows], velocities: Sequence[Tensor]) -> dict[str, Tensor]:
+    """The states of a chunk as the network saw them, their velocities, and the loss's gradient there."""
+    x, sigma, prompts = _states([each.rows for each in chunk])
+    v = torch.cat([each.detach().flatten(0, 1) for each in velocities])
+    grads = [torch.zeros_like(each) if each.grad is None else each.grad for each in velocities]
+    tensors = batch_tensors(x, sigma, rows_of(cond, prompts), v)
+    return tensors | {"grad_v": torch.cat([each.flatten(0, 1) for each in grads])}
 
 
 def _chosen(sets: Sequence[TrainingSet], world: World, own: int | None) -> tuple[list[_Rows], list[int]]:
@@ -121,19 +206,11 @@ def _parameters(optimizer: torch.optim.Optimizer) -> list[torch.nn.Parameter]:
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
-def _step(optimizer: torch.optim.Optimizer, settings: TrainSettings, world: World) -> float:
-    """One optimizer step on the gradients of all processes; their norm before clipping."""
+def _norm(optimizer: torch.optim.Optimizer, settings: TrainSettings, world: World) -> float:
+    """Add up the gradients of all processes and scale them down; their norm before that."""
     parameters = _parameters(optimizer)
     world.sum_gradients(parameters)
-    norm = as_number(torch.nn.utils.clip_grad_norm_(parameters, settings.max_grad_norm))
-    if not math.isfinite(norm):
-        raise InputError(
-            f"the gradient norm is {norm}: training has diverged; go back to a checkpoint and lower"
-            f" train.learning_rate (now {settings.learning_rate:g})"
-        )
-    optimizer.step()
-    optimizer.zero_grad(set_to_none=True)
-    return norm
+    return as_number(torch.nn.utils.clip_grad_norm_(parameters, settings.max_grad_norm))
 
 
 @torch.no_grad()
@@ -150,12 +227,17 @@ def _with_reference(
 
 def _velocities(model: FlowModel, cond: Conditioning, chunk: Sequence[TrainingSet]) -> list[Tensor]:
     """Velocities of every set of the chunk in one evaluation, each [N, S, *D]."""
-    x = torch.cat([rows.x.flatten(0, 1) for rows in chunk])
-    sigma = torch.cat([rows.sigma.repeat_interleave(rows.x.shape[1]) for rows in chunk])
-    prompts = torch.cat([rows.prompts.repeat_interleave(rows.x.shape[1]) for rows in chunk])
+    x, sigma, prompts = _states(chunk)
     v = model.velocity(x, sigma, rows_of(cond, prompts))
     parts = v.split([rows.x.shape[0] * rows.x.shape[1] for rows in chunk])
     return [part.unflatten(0, rows.x.shape[:2]) for part, rows in zip(parts, chunk, strict=True)]
+
+
+def _states(chunk: Sequence[TrainingSet]) -> tuple[Tensor, Tensor, Tensor]:
+    """The states [B, *D] of a chunk, their sigmas [B] and the prompts [B] that they belong to."""
+    x = torch.cat([rows.x.flatten(0, 1) for rows in chunk])
+    sigma = torch.cat([rows.sigma.repeat_interleave(rows.x.shape[1]) for rows in chunk])
+    return x, sigma, torch.cat([rows.prompts.repeat_interleave(rows.x.shape[1]) for rows in chunk])
 
 
 def _chunks(sets: Sequence[_Rows], size: int) -> Iterator[list[_Rows]]:
@@ -177,10 +259,9 @@ def _chunks(sets: Sequence[_Rows], size: int) -> Iterator[list[_Rows]]:
 
 
 def _chunk_loss(
-    model: FlowModel, cond: Conditioning, chunk: Sequence[_Rows], total: int
+    chunk: Sequence[_Rows], velocities: Sequence[Tensor], total: int
 ) -> tuple[Tensor, list[tuple[int, Metrics]]]:
     """The chunk's share of a mean over ``total`` entries; entries and metrics of its pieces."""
-    velocities = _velocities(model, cond, [each.rows for each in chunk])
     # Rows that only fill up keep their place in the graph: every process walks it backward alike.
     shares = [v[each.real :].sum() * 0 for each, v in zip(chunk, velocities, strict=True)]
     seen = []

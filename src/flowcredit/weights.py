@@ -4,7 +4,6 @@ LoRA: arXiv 2106.09685, through peft. Nothing here depends on a model family: a 
 model (``ModelMixin`` with ``PeftAdapterMixin``), its parameters are addressed by name.
 """
 
-import difflib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Literal
@@ -13,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from flowcredit.errors import InputError
+from flowcredit.limits import check_targets
 from flowcredit.sharding import own_part, parted
 
 Method = Literal["full", "lora"]
@@ -81,7 +81,8 @@ def prepare_weights(
     if alpha is not None and not alpha > 0:
         raise InputError(f"LoRA alpha is {alpha}; expected a number above 0")
     chosen = tuple(targets) if targets is not None else ATTENTION_TARGETS
-    _check_targets(network, chosen)
+    linear = [name for name, module in network.named_modules() if isinstance(module, nn.Linear)]
+    check_targets(linear, chosen, type(network).__name__)
     _add_lora(network, rank, float(rank) if alpha is None else alpha, chosen, seed)
 
 
@@ -100,27 +101,6 @@ def _train_in_float32(parameters: Iterable[nn.Parameter]) -> None:
     for parameter in parameters:
         parameter.data = parameter.data.to(torch.float32)
         parameter.requires_grad_(True)
-
-
-def _check_targets(network: nn.Module, targets: Sequence[str]) -> None:
-    if not targets:
-        raise InputError("LoRA targets are empty; expected ends of module names such as attn.to_q")
-    linear = [name for name, module in network.named_modules() if isinstance(module, nn.Linear)]
-    for target in targets:
-        if any(name == target or name.endswith("." + target) for name in linear):
-            continue
-        # Names without their block, "attn.to_q" for "transformer_blocks.3.attn.to_q": what a target is.
-        ends = dict.fromkeys(_without_block(name) for name in linear)
-        near = difflib.get_close_matches(target, ends, n=3, cutoff=0.0)
-        raise InputError(
-            f"LoRA target {target!r} names no linear layer of {type(network).__name__}; "
-            f"nearest: {', '.join(near)}"
-        )
-
-
-def _without_block(name: str) -> str:
-    parts = name.split(".")
-    return ".".join(parts[2:]) if len(parts) > 2 and parts[1].isdigit() else name
 
 
 @contextmanager

@@ -14,6 +14,9 @@ from flowcredit.errors import InputError
 Path = tuple[str | int, ...]
 """Keys and list indices from the root."""
 
+_COLLECTIONS = ("tag:yaml.org,2002:seq", "tag:yaml.org,2002:map")
+_MOST_VALUES = 100_000
+"""Aliases let a file of a kilobyte stand for more values than memory holds."""
 _UNICODE_BREAKS = frozenset("\x85\u2028\u2029")
 _NULL = re.compile(r"^(~|null|Null|NULL|)$")
 _BOOL = re.compile(r"^(true|True|TRUE|false|False|FALSE)$")
@@ -96,8 +99,12 @@ class _Refused(Exception):
 
 def _build(node: yaml.Node, path: Path, lines: dict[Path, int]) -> Any:
     lines.setdefault(path, node.start_mark.line + 1)
+    if len(lines) > _MOST_VALUES:
+        raise _Refused(node, f"more than {_MOST_VALUES:,} values, counted with what aliases repeat")
     if isinstance(node, yaml.ScalarNode):
         return _scalar(node)
+    if node.tag not in _COLLECTIONS:
+        raise _Refused(node, f"the YAML tag '{node.tag}' is not read; write a plain value")
     if isinstance(node, yaml.SequenceNode):
         return [_build(item, (*path, place), lines) for place, item in enumerate(node.value)]
     assert isinstance(node, yaml.MappingNode)
@@ -124,7 +131,10 @@ def _scalar(node: yaml.ScalarNode) -> Any:
         case "bool":
             return text.lower() == "true"
         case "int":
-            return int(text)
+            try:
+                return int(text)
+            except ValueError:
+                raise _Refused(node, f"a number of {len(text)} digits; write a shorter one") from None
         case "float":
             return float(text.lower().replace(".inf", "inf").replace(".nan", "nan"))
         case tag:

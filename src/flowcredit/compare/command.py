@@ -23,6 +23,9 @@ from flowcredit.compare.runs import (
 )
 from flowcredit.compare.screen import Screen
 from flowcredit.compare.tasks import before_task, measured_pace, pace_task, run_task
+from flowcredit.compare.upfront import check_arms
+from flowcredit.console import say
+from flowcredit.destinations import check_folder
 from flowcredit.errors import InputError
 from flowcredit.published import PUBLISHED
 
@@ -72,9 +75,15 @@ def compare_command(
     for arm in comparison.arms:
         arm.load()
     if not run and not out.is_dir():
-        raise InputError(f"{out}: there is no such comparison yet; leave out --page-only")
+        raise InputError(f"--out {out}: there is no such comparison yet; leave out --page-only")
+    check_folder(out, "--out")
+    left = comparison.arms
     if budget.kind != "seconds" or read_paces(out):
-        refuse_others(out, plan_runs(comparison, budget, out, read_paces(out)), budget)
+        runs = plan_runs(comparison, budget, out, read_paces(out))
+        refuse_others(out, runs, budget)
+        left = tuple(arm for arm in left if not all(each.trained for each in runs if each.arm is arm))
+    if run:
+        check_arms(left)
     with _owned(out) if run else nullcontext():
         paces = _paces(comparison, budget, out, parallel, start, console, run)
         runs = plan_runs(comparison, budget, out, paces)
@@ -123,7 +132,8 @@ def _paces(
     tasks = [pace_task(arm, seed, out) for arm in new]
     failures = _go(tasks, parallel, start, console)
     if failures:
-        raise InputError(f"{failures[0].name} could not be measured: see {failures[0].console_file}")
+        why, file = failures[0].why, failures[0].console_file
+        raise InputError(f"{failures[0].name}, could not be measured: {why}; see {file}")
     return paces | {arm.slug: measured_pace(arm, seed, out) for arm in new}
 
 
@@ -140,7 +150,7 @@ def _run(
     if comparison.steps:
         tasks.append(before_task(runs[0], out, comparison.steps))
     for line in _introduction(comparison, budget, runs, out, parallel):
-        console.print(line, highlight=False, markup=False, soft_wrap=True)
+        say(console, line)
     return _go(tasks, parallel, start, console)
 
 
@@ -171,6 +181,11 @@ def _introduction(
             f" {cost.velocity_evaluations:,} velocity evaluations ({cost.rollout:,} in rollouts),"
             f" {cost.reward_calls:,} reward calls"
         )
+        if counts[-1] < comparison.points:
+            lines.append(
+                f"    fewer than the {comparison.points} points that were asked for: it is evaluated after"
+                " each of them"
+            )
     return lines
 
 
@@ -186,7 +201,7 @@ def _page(
 
     notes = [f"{failure.name} failed: {failure.why}; see {failure.console_file}" for failure in failures]
     for line in write_page(comparison, budget, runs, out, notes):
-        console.print(line, highlight=False, markup=False, soft_wrap=True)
+        say(console, line)
     return not failures
 
 

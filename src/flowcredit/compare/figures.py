@@ -12,7 +12,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import EngFormatter, MaxNLocator
 
 from flowcredit.compare.results import ArmResult, Point, Results, curve, estimate
-from flowcredit.report.style import COLOURS, STYLE, WIDTH, short, to_svg
+from flowcredit.report.style import COLOURS, STYLE, WIDTH, drawn, short, to_svg
 
 MORE_COLOURS = (*COLOURS, "#56B4E9", "#B8860B", "#222222")
 DASHES = ("-", "--", "-.", ":")
@@ -42,7 +42,7 @@ def learning_curves(results: Results) -> str | None:
         axes = figure.subplots(len(rewards), len(AGAINST), sharex="col", sharey="row", squeeze=False)
         for row, reward in enumerate(rewards):
             role = "trained on" if any(reward in arm.trained for arm in arms) else "held out"
-            axes[row, 0].set_title(f"{short(reward)} ({role})")
+            axes[row, 0].set_title(f"{drawn(short(reward))} ({role})")
             for place, arm in enumerate(arms):
                 for axis, (_, of) in zip(axes[row], AGAINST, strict=True):
                     _draw(axis, arm, reward, of, place)
@@ -72,6 +72,6 @@ def _draw(axis: Axes, arm: ArmResult, reward: str, of: Callable[[Point], float],
         markersize=3.5,
         linewidth=1.6,
         # matplotlib leaves out labels that begin with an underscore, and reads dollars as formulas.
-        label="\u200b" + arm.arm.name.replace("$", r"\$"),
+        label="\u200b" + drawn(arm.arm.name),
     )
     axis.yaxis.set_major_locator(MaxNLocator(5))

@@ -36,6 +36,7 @@ from flowcredit.report.parts import extras, inline_svg
 from flowcredit.report.run_data import Snapshot
 from flowcredit.report.tiles import tiles
 from flowcredit.run_folder import write_text
+from flowcredit.visible import markdown as markdown_text
 
 
 def write_page(
@@ -136,8 +137,8 @@ def _score(scores: Sequence[float], place: int) -> str:
 
 
 def _markdown(title: str, status: str, notes: Sequence[str], tables: Sequence[Table]) -> str:
-    head = [f"# {title}", "", status, ""]
-    head += [f"- {note}" for note in notes] + ([""] if notes else [])
+    head = [f"# {markdown_text(title)}", "", status, ""]
+    head += [f"- {markdown_text(note)}" for note in notes] + ([""] if notes else [])
     return "\n".join(head) + "\n" + "\n".join(markdown(table) for table in tables)
 
 

@@ -180,7 +180,7 @@ def _look_after(
     elif code == 0 and left != each.words:
         waiting.insert(0, task)
     else:
-        why = _why(code)
+        why = _why(code) + _reason(code, task.console_file)
         failures.append(Failure(task.name, why, task.console_file, _last_lines(task.console_file)))
         listener.failed(failures[-1])
 
@@ -189,6 +189,18 @@ def _why(code: int) -> str:
     if code < 0:
         return f"was ended by {signal.Signals(-code).name}"
     return f"exit code {code}" if code else "ended well, but what it was to write is not there"
+
+
+def _reason(code: int, path: Path) -> str:
+    """What the command that failed said of it: its own line of an error, or the last of a stack trace."""
+    if code <= 0 or not path.is_file():
+        return ""
+    said = path.read_text(encoding="utf-8", errors="replace")
+    started = max(said.rfind("\n$ ") + 1, 0)
+    lines = [line.strip() for line in said[started:].splitlines() if line.strip() and line[:2] != "$ "]
+    own = [line.removeprefix("flowcredit: ") for line in lines if line.startswith("flowcredit: ")]
+    found = own[-1:] or lines[-1:]
+    return f", {found[0]}" if found else ""
 
 
 def _last_lines(path: Path, count: int = 5) -> tuple[str, ...]:

@@ -10,7 +10,8 @@ from rich.markup import escape
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
 
 from flowcredit.compare.processes import Failure, Task
-from flowcredit.console import duration
+from flowcredit.console import duration, say
+from flowcredit.visible import visible
 
 LINE_EVERY_S = 600.0
 """Where no bar can be drawn, seconds after which a line tells how far all is."""
@@ -75,7 +76,7 @@ class Screen:
             return
         self._looked = now
         if self.console.is_terminal:
-            names = escape("; ".join(self._running))
+            names = escape(visible("; ".join(self._running)))
             left = self._left()
             self._bar.update(self._row, completed=self._done(), description=names, left=left)
         else:
@@ -89,7 +90,7 @@ class Screen:
         self._print(f"{time.strftime('%H:%M')}  {counts}{', ' + left if left else ''}: {what}")
 
     def _print(self, line: str) -> None:
-        self.console.print(line, highlight=False, markup=False, soft_wrap=True)
+        say(self.console, line)
 
     def _left(self) -> str:
         """The time that what is left takes at the pace since the beginning; empty before there is one."""

@@ -11,6 +11,7 @@ from flowcredit.compare.runs import ITS_OWN
 from flowcredit.config import Recipe
 from flowcredit.published import Published
 from flowcredit.recipe_io import recipe_diff
+from flowcredit.visible import markdown as markdown_text
 
 NONE = "–"
 """What stands where there is no value."""
@@ -202,12 +203,14 @@ def published(table: Published) -> Table:
 def markdown(table: Table) -> str:
     """The table for a Markdown page, with its title and note."""
     heads = [f"{name} ({remark})" if remark else name for name, remark in table.columns]
-    lines = [f"## {_plain(table.title)}", "", table.note, ""]
-    lines.append("| | " + " | ".join(map(_plain, heads)) + " |")
+    lines = [f"## {markdown_text(table.title)}", "", markdown_text(table.note), ""]
+    lines.append("| | " + " | ".join(map(markdown_text, heads)) + " |")
     lines.append("|---" * (len(heads) + 1) + "|")
     for name, cells in table.rows:
-        texts = [f"**{_plain(cell.text)}**" if cell.trained else _plain(cell.text) for cell in cells]
-        lines.append(f"| {_plain(name)} | " + " | ".join(texts) + " |")
+        texts = [
+            f"**{markdown_text(cell.text)}**" if cell.trained else markdown_text(cell.text) for cell in cells
+        ]
+        lines.append(f"| {markdown_text(name)} | " + " | ".join(texts) + " |")
     return "\n".join(lines) + "\n"
 
 
@@ -259,7 +262,3 @@ def _value(value: Any) -> str:
     if isinstance(value, tuple | list):
         return ", ".join(map(_value, value))
     return f"{value:g}" if isinstance(value, float) else str(value)
-
-
-def _plain(text: str) -> str:
-    return " ".join(text.replace("|", "\\|").replace("*", "\\*").replace("<", "&lt;").split())

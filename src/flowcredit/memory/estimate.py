@@ -4,7 +4,6 @@ Counted are tensors. A process takes more: the device's own context, what its al
 the workspaces of convolutions and matrix products. Not counted are the passes of text encoders and rewards.
 """
 
-from collections.abc import Collection
 from dataclasses import dataclass, field
 from functools import partial
 from math import prod
@@ -13,6 +12,7 @@ from pathlib import Path
 from flowcredit import algorithms
 from flowcredit.config import Recipe, WatchedReward
 from flowcredit.errors import InputError
+from flowcredit.limits import ends_in
 from flowcredit.memory.activations import Passes, decoding, image_bytes
 from flowcredit.memory.families import FAMILIES, inputs_of, network_of, rows_per_evaluation
 from flowcredit.memory.folders import (
@@ -22,6 +22,7 @@ from flowcredit.memory.folders import (
     read_pipeline,
     read_shapes,
 )
+from flowcredit.memory.sharded import Shares, shares
 from flowcredit.memory.tape import FLOAT
 from flowcredit.shapes import bundled_path
 
@@ -68,33 +69,47 @@ class Estimate:
 
 
 def find_pipeline(recipe: Recipe) -> Pipeline | None:
-    """The recipe's pipeline by its folder, or by its folder's name among the published ones; or None."""
+    """The recipe's pipeline by its folder, or by its folder's name among the published ones; or None.
+
+    Raises InputError for files that cannot be read, and for a pipeline without its network or its VAE.
+    """
     folder = bundled_path(recipe.model.path)
     found = read_pipeline(folder) if (folder / "model_index.json").is_file() else published_pipeline(folder)
-    return found if found is not None and found.kind in FAMILIES else None
+    if found is None or found.kind not in FAMILIES:
+        return None
+    for part in (FAMILIES[found.kind].part, "vae"):
+        if part not in found.parts:
+            raise InputError(
+                f"model {folder}: model_index.json lists no {part}; expected a whole {found.kind}"
+            )
+    return found
 
 
-def estimate(recipe: Recipe) -> Estimate | None:
+def estimate(recipe: Recipe, processes: int = 1) -> Estimate | None:
     """Parameters and memory of a recipe; None where neither folder nor a published config tells.
 
-    Of the first iteration's tree. Raises InputError for files that cannot be read.
+    Of the first iteration's tree, and of each of so many processes. Raises InputError for files that cannot
+    be read.
     """
     pipeline = find_pipeline(recipe)
     if pipeline is None:
         return None
     try:
-        return _Reckoning(recipe, algorithms.build(recipe.algorithm, recipe.seed), pipeline).estimate()
+        algorithm = algorithms.build(recipe.algorithm, recipe.seed)
+        return _Reckoning(recipe, algorithm, pipeline, processes).estimate()
     except (KeyError, TypeError) as error:
         raise InputError(
-            f"model {recipe.model.path}: a config.json lacks {error} of its class; expected the configs that"
-            " diffusers writes"
+            f"model {recipe.model.path}: a config.json holds a value of another kind ({error}); expected the"
+            " configs that diffusers writes"
         ) from None
 
 
 class _Reckoning:
     """One recipe on one pipeline."""
 
-    def __init__(self, recipe: Recipe, algorithm: algorithms.Algorithm, pipeline: Pipeline) -> None:
+    def __init__(
+        self, recipe: Recipe, algorithm: algorithms.Algorithm, pipeline: Pipeline, processes: int
+    ) -> None:
         self.recipe, self.plan, self.pipeline = recipe, algorithm.plan, pipeline
         self.set_states = algorithm.set_states(algorithm.plan)
         self.family = FAMILIES[pipeline.kind]
@@ -105,7 +120,11 @@ class _Reckoning:
         self.stored = FLOAT if self.full else self.width
         self.rows = rows_per_evaluation(pipeline, recipe.model)
         self.inputs = inputs_of(pipeline, recipe.model)
-        self.prompts = recipe.train.prompts_per_iteration
+        self.prompts = -(-recipe.train.prompts_per_iteration // processes)
+        self.shares = Shares()
+        if recipe.parallel.sharding == "sharded":
+            gathered = 2 if recipe.train.mixed_precision == "bf16" else self.stored
+            self.shares = shares(self.component, processes, gathered)
         targets = self.family.targets if recipe.weights.targets is None else recipe.weights.targets
         network = network_of(pipeline)
         self.passes = None
@@ -119,7 +138,7 @@ class _Reckoning:
                 self.gpu,
                 self.full,
                 0 if self.full else recipe.weights.rank,
-                partial(_ends_in, targets),
+                partial(ends_in, targets),
                 recipe.train.gradient_checkpointing,
             )
         self.targets = targets
@@ -135,10 +154,10 @@ class _Reckoning:
             layers = [
                 shape
                 for name, shape in shapes.items()
-                if len(shape) == 2 and _ends_in(self.targets, name.removesuffix(".weight"))
+                if len(shape) == 2 and ends_in(self.targets, name.removesuffix(".weight"))
             ]
         elif self.passes is not None:
-            layers = [s for name, s in self.passes.linear_layers().items() if _ends_in(self.targets, name)]
+            layers = [s for name, s in self.passes.linear_layers().items() if ends_in(self.targets, name)]
         else:
             return None
         return sum(self.recipe.weights.rank * sum(shape) for shape in layers)
@@ -185,9 +204,10 @@ class _Reckoning:
         """What is there from the beginning of a run, or from its first update, to its end."""
         recipe, trained = self.recipe, self.trained
         network = self.component.count
-        parts = [Part(f"{self.family.part} weights", None if network is None else network * self.stored)]
+        share = self.shares.of
+        parts = [Part(f"{self.family.part} weights", share(_times(network, self.stored)))]
         if not self.full:
-            parts.append(Part("adapter weights", _times(trained, FLOAT)))
+            parts.append(Part("adapter weights", share(_times(trained, FLOAT))))
         texts = [each for name, each in self.pipeline.parts.items() if name.startswith("text_encoder")]
         counts = [each.count for each in texts]
         known = [count for count in counts if count is not None]
@@ -195,11 +215,11 @@ class _Reckoning:
         parts.append(Part("text encoders", size))
         parts.append(Part("VAE", _times(self.pipeline.parts["vae"].count, self.width)))
         parts += [_reward_part(reward) for reward in (*recipe.rewards, *recipe.watch)]
-        parts.append(Part("Adam's moments", _times(trained, 2 * FLOAT)))
+        parts.append(Part("Adam's moments", share(_times(trained, 2 * FLOAT))))
         if recipe.train.ema_decay > 0:
-            parts.append(Part("moving average", _times(trained, FLOAT)))
+            parts.append(Part("moving average", share(_times(trained, FLOAT))))
         if recipe.train.kl_weight > 0 and self.full:
-            parts.append(Part("reference copy", _times(trained, FLOAT)))
+            parts.append(Part("reference copy", share(_times(trained, FLOAT))))
         return parts
 
     def _passing(self) -> dict[str, Part]:
@@ -214,7 +234,7 @@ class _Reckoning:
             None if decoded is None else decoded + copies * image_bytes(images, model.height, model.width)
         )
         found = {
-            "gradients": Part("gradients", _times(self.trained, FLOAT)),
+            "gradients": Part("gradients", self.shares.of(_times(self.trained, FLOAT))),
             "latents": Part("latents and texts", self._latents()),
             "decode": Part(f"decoding {at_once} at once", decode),
         }
@@ -231,6 +251,9 @@ class _Reckoning:
             f"activations of training, {rows} at once", peak - held + self._loss(rows), checkpoints
         )
         found["step"] = Part("optimizer's own", self._optimizer_step(), "while it steps")
+        if self.shares.gathered:
+            note = "of other processes, block by block"
+            found["gathered"] = Part("gathered weights", self.shares.gathered, note)
         return found
 
     def _phases(self, passing: dict[str, Part]) -> dict[str, int]:
@@ -238,18 +261,21 @@ class _Reckoning:
         assert self.passes is not None
         rows = self._training_rows
         states = 3 * self._states_at_once * self.inputs.latent_count * FLOAT
-        peak, _ = self._training_peak()
+        peak, held = self._training_peak()
+        gathered = self.shares.gathered
+        passing_through = peak - held + (self.shares.of(held) or 0) + gathered + self.shares.arriving
         phases = {
-            "rollout": size["latents"] + states + size["rollout"],
-            "training": size["latents"] + max(peak + self._loss(rows), size["gradients"] + size["step"]),
+            "rollout": size["latents"] + states + size["rollout"] + gathered,
+            "training": size["latents"]
+            + max(passing_through + self._loss(rows), size["gradients"] + size["step"]),
         }
         if passing["decode"].size is not None:
             phases["scoring"] = size["latents"] + size["decode"]
-        copy = _times(self.trained, FLOAT) or 0
+        copy = self.shares.of(_times(self.trained, FLOAT)) or 0
         if self.recipe.train.kl_weight > 0 and self.full:
-            phases["reference"] = size["latents"] + copy + self.passes.sampling(rows * self.rows)
+            phases["reference"] = size["latents"] + copy + gathered + self.passes.sampling(rows * self.rows)
         evaluated = min(self.recipe.evaluation.batch_size, self.recipe.evaluation.prompts)
-        own = max(self.passes.sampling(evaluated * self.rows), size["decode"])
+        own = max(self.passes.sampling(evaluated * self.rows) + gathered, size["decode"])
         phases["evaluation"] = own + (copy if self.recipe.train.ema_decay > 0 else 0)
         return phases
 
@@ -310,7 +336,7 @@ class _Reckoning:
     def _optimizer_step(self) -> int:
         """Roots of second moments: on a GPU of all weights at once, on a CPU of one after the other."""
         if self.gpu:
-            return _times(self.trained, FLOAT) or 0
+            return self.shares.of(_times(self.trained, FLOAT)) or 0
         return 0
 
 
@@ -319,10 +345,6 @@ _UNCOUNTED = ("CLIPTokenizer", "T5TokenizerFast", "StableDiffusionSafetyChecker"
 
 def _times(count: int | None, width: int) -> int | None:
     return None if count is None else count * width
-
-
-def _ends_in(targets: Collection[str], name: str) -> bool:
-    return any(name == target or name.endswith("." + target) for target in targets)
 
 
 def _reward_part(reward: WatchedReward) -> Part:

@@ -64,13 +64,18 @@ def rows_per_evaluation(pipeline: Pipeline, settings: ModelSettings) -> int:
     return 2 if FAMILIES[pipeline.kind].classifier_free and settings.guidance_scale > 1 else 1
 
 
+def vae_scale(pipeline: Pipeline) -> int:
+    """Side of the square of pixels behind one latent."""
+    vae = pipeline.parts["vae"].config
+    of_videos = "temperal_downsample" in vae
+    return 2 ** (len(vae["temperal_downsample"]) if of_videos else len(vae["block_out_channels"]) - 1)
+
+
 def inputs_of(pipeline: Pipeline, settings: ModelSettings) -> Inputs:
     """Shapes at a recipe's size; KeyError where a config lacks what its class always has."""
     config = pipeline.parts[FAMILIES[pipeline.kind].part].config
-    vae = pipeline.parts["vae"].config
-    of_videos = "temperal_downsample" in vae
-    doublings = len(vae["temperal_downsample"]) if of_videos else len(vae["block_out_channels"]) - 1
-    height, width = settings.height // 2**doublings, settings.width // 2**doublings
+    scale = vae_scale(pipeline)
+    height, width = settings.height // scale, settings.width // scale
     channels = config["in_channels"]
     if pipeline.kind in ("FluxPipeline", "QwenImagePipeline"):
         tokens = (height // 2) * (width // 2)

@@ -4,8 +4,6 @@ The files are those that loading takes: ``model`` or ``diffusion_pytorch_model``
 shards. Files of a variant, such as ``model.fp16.safetensors``, are not loaded, and so not read here.
 """
 
-import json
-import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -15,14 +13,12 @@ from typing import Any
 
 from flowcredit.errors import InputError
 from flowcredit.memory.counts import count_parameters
+from flowcredit.pipeline_folder import Shapes, read_header, read_json, weight_files
 
-STEMS = ("diffusion_pytorch_model", "model")
-LONGEST_HEADER = 100_000_000
-"""Bytes: the safetensors library refuses longer ones."""
 TIED = {"encoder.embed_tokens.weight": "shared.weight", "lm_head.weight": "model.embed_tokens.weight"}
 """Weights that are another where a file has both, as T5 writes them."""
-
-Shapes = Mapping[str, tuple[int, ...]]
+NETWORKS = ("transformer", "unet", "vae", "text_encoder")
+"""Parts with these beginnings have a config.json."""
 
 
 @dataclass(frozen=True)
@@ -55,22 +51,33 @@ class Pipeline:
     published: str | None = None
 
 
+class Config(dict[str, Any]):
+    """A config.json; what it lacks is told with its file."""
+
+    def __init__(self, file: Path) -> None:
+        super().__init__(read_json(file))
+        self.file = file
+
+    def __missing__(self, key: str) -> Any:
+        raise InputError(f"{self.file}: lacks {key!r}; expected the config that diffusers writes")
+
+
 def read_pipeline(folder: Path) -> Pipeline:
     """A folder in diffusers' layout. Raises InputError for JSON or headers that cannot be read."""
-    index = _read_json(folder / "model_index.json")
+    index = read_json(folder / "model_index.json")
     parts = {}
     for name, value in index.items():
         if not (isinstance(value, list) and len(value) == 2 and isinstance(value[1], str)):
             continue
         config = folder / name / "config.json"
-        if config.is_file():
-            parts[name] = Component(name, value[1], _read_json(config), read_shapes(folder / name))
+        if config.is_file() or name.startswith(NETWORKS):
+            parts[name] = Component(name, value[1], Config(config), read_shapes(folder / name))
     return Pipeline(str(index.get("_class_name")), parts)
 
 
 def published_pipeline(folder: Path) -> Pipeline | None:
     """The model of a folder's name, by its published config; None for a name that is not known."""
-    models = _read_json(Path(__file__).parent / "published.json")["models"]
+    models = read_json(Path(__file__).parent / "published.json")["models"]
     for name, model in models.items():
         if folder.name.lower() in (name.lower(), *(other.lower() for other in model.get("also", ()))):
             parts = {
@@ -83,7 +90,7 @@ def published_pipeline(folder: Path) -> Pipeline | None:
 
 def published_reward(file: Path) -> int | None:
     """Parameters of a reward's model by the name of its file or folder; None for a name that is not known."""
-    rewards = _read_json(Path(__file__).parent / "published.json")["rewards"]
+    rewards = read_json(Path(__file__).parent / "published.json")["rewards"]
     for config in rewards:
         if file.name.lower() in config["names"]:
             return count_parameters("CLIPModel", config)
@@ -92,41 +99,5 @@ def published_reward(file: Path) -> int | None:
 
 def read_shapes(folder: Path) -> dict[str, tuple[int, ...]] | None:
     """Names and shapes of the weights in a component's or a model's folder; None where there is no file."""
-    for stem in STEMS:
-        whole, index = folder / f"{stem}.safetensors", folder / f"{stem}.safetensors.index.json"
-        if whole.is_file():
-            return read_header(whole)
-        if index.is_file():
-            shards = sorted(set(_read_json(index).get("weight_map", {}).values()))
-            missing = [shard for shard in shards if not (folder / shard).is_file()]
-            if missing:
-                raise InputError(
-                    f"{index}: names {missing[0]}, which is not there; download the folder whole"
-                )
-            return {name: shape for shard in shards for name, shape in read_header(folder / shard).items()}
-    return None
-
-
-def read_header(file: Path) -> dict[str, tuple[int, ...]]:
-    """Names and shapes in a safetensors file: eight bytes of length, then JSON. InputError if it is none."""
-    with file.open("rb") as stream:
-        start = stream.read(8)
-        length = struct.unpack("<Q", start)[0] if len(start) == 8 else 0
-        if not 2 <= length <= LONGEST_HEADER:
-            raise InputError(f"{file}: no safetensors file (its header would be {length} bytes long)")
-        text = stream.read(length)
-    try:
-        header = json.loads(text)
-        return {name: tuple(entry["shape"]) for name, entry in header.items() if name != "__metadata__"}
-    except (ValueError, KeyError, TypeError, AttributeError):
-        raise InputError(f"{file}: no safetensors file (its header is no table of tensors)") from None
-
-
-def _read_json(file: Path) -> Any:
-    try:
-        found = json.loads(file.read_text(encoding="utf-8"))
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise InputError(f"{file}: not valid JSON ({error})") from None
-    if not isinstance(found, dict):
-        raise InputError(f"{file}: a JSON {type(found).__name__}; expected an object")
-    return found
+    files = weight_files(folder)
+    return {name: shape for file in files for name, shape in read_header(file).items()} if files else None

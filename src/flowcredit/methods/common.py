@@ -34,6 +34,9 @@ class MethodSettings(Section):
     unread: ClassVar[tuple[str, ...]] = ()
     """Settings of ``train`` that the method does not read; a recipe that sets one is refused."""
 
+    reads_noise: ClassVar[bool] = True
+    """Whether it samples with the noise that the recipe's ``noise`` sets; where not, that is told."""
+
     num_steps: Grid = 10
     """Steps T of the sampling grid; 10 as in Flow-GRPO's runs on SD3.5-M."""
     group_size: Group = 24

@@ -12,6 +12,7 @@ class DPOSettings(MethodSettings):
 
     others: ClassVar = {"train": {"update": "accumulated"}}
     unread: ClassVar = ("kl_weight", "ratio", "step_weights")
+    reads_noise: ClassVar = False
     name: Literal["dpo"] = "dpo"
     """The method; it decides which further settings there are."""
     num_steps: Grid = 40

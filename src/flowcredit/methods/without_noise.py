@@ -13,6 +13,7 @@ class NeighborGRPOSettings(MethodSettings):
     (arXiv 2511.16955)."""
 
     unread: ClassVar = ("kl_weight", "ratio", "step_weights")
+    reads_noise: ClassVar = False
     name: Literal["neighbor_grpo"] = "neighbor_grpo"
     """The method; it decides which further settings there are."""
     num_steps: Grid = 8

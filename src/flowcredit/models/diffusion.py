@@ -26,6 +26,7 @@ from torch import Tensor
 
 from flowcredit.errors import InputError
 from flowcredit.interfaces import Conditioning
+from flowcredit.limits import size_unit
 from flowcredit.models.pipelines import (
     Guidance,
     PipelineSettings,
@@ -49,8 +50,6 @@ from flowcredit.time_grid import check_grid
 PREDICTIONS = ("epsilon", "v_prediction")
 NOT_LOADED = ("safety_checker", "feature_extractor", "image_encoder")
 """Parts that judge or steer by images; nothing here reads them. An export copies them with the folder."""
-PIXELS = 8
-"""StableDiffusionPipeline takes multiples of this alone."""
 
 
 @dataclass(frozen=True)
@@ -112,7 +111,9 @@ class DiffusionFlow:
     def __init__(self, pipeline: StableDiffusionPipeline, source: Path, settings: PipelineSettings) -> None:
         """Raises InputError for sizes that the model cannot make and schedulers of another kind."""
         scheduler = _ddim(pipeline.scheduler, source)
-        check_settings(settings, unit=math.lcm(PIXELS, pipeline.vae_scale_factor), longest=None)
+        check_settings(
+            settings, unit=size_unit("StableDiffusionPipeline", pipeline.vae_scale_factor, 1), longest=None
+        )
         check_negative_prompt(settings, used=settings.guided)
         if pipeline.unet.config.time_cond_proj_dim is not None:
             raise InputError(

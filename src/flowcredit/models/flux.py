@@ -14,6 +14,7 @@ from diffusers import FluxPipeline
 from torch import Tensor
 
 from flowcredit.interfaces import Conditioning
+from flowcredit.limits import LONGEST_TEXT, size_unit
 from flowcredit.models.pipelines import (
     PipelineSettings,
     check_flow_scheduler,
@@ -34,7 +35,7 @@ from flowcredit.models.pipelines import (
     unpack_latents,
 )
 
-LONGEST_SEQUENCE = 512
+LONGEST_SEQUENCE = LONGEST_TEXT["FluxPipeline"]
 """T5 tokens: FluxPipeline refuses more."""
 
 
@@ -51,7 +52,9 @@ class FluxFlow:
     def __init__(self, pipeline: FluxPipeline, source: Path, settings: PipelineSettings) -> None:
         """Raises InputError for sizes that the model cannot make and schedulers of another kind."""
         check_flow_scheduler(pipeline.scheduler, source)
-        check_settings(settings, unit=2 * pipeline.vae_scale_factor, longest=LONGEST_SEQUENCE)
+        check_settings(
+            settings, unit=size_unit("FluxPipeline", pipeline.vae_scale_factor, 1), longest=LONGEST_SEQUENCE
+        )
         # FLUX's guidance is an input of the network: no second evaluation, no negative prompt.
         check_negative_prompt(settings, used=False)
         self.pipeline = pipeline

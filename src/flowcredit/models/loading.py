@@ -11,6 +11,8 @@ from torch import Tensor
 
 from flowcredit.errors import InputError
 from flowcredit.interfaces import FlowModel
+from flowcredit.models.parts import LIBRARIES
+from flowcredit.pipeline_folder import check_components, read_index
 from flowcredit.quiet import quiet_libraries
 
 if TYPE_CHECKING:
@@ -24,9 +26,6 @@ ADAPTERS: Mapping[str, str] = {
     "StableDiffusionPipeline": "flowcredit.models.diffusion:DiffusionFlow",
 }
 """The ``_class_name`` of a model_index.json to the adapter for it, as "module:class"."""
-
-TOKENIZER_FILES = frozenset({"tokenizer.json", "vocab.json", "spiece.model"})
-"""A tokenizer's folder holds its vocabulary in one of these."""
 
 
 class PipelineFlow(FlowModel, Protocol):
@@ -127,14 +126,15 @@ def load_model(
 
 def _adapter_for(folder: Path) -> str:
     """The entry of ADAPTERS for a folder, whose parts are all there."""
-    index = _read_index(folder)
+    index = read_index(folder)
     name = str(index.get("_class_name"))
     if name not in ADAPTERS:
         raise InputError(
             f"{folder / 'model_index.json'}: pipeline class {name!r} has no adapter; "
             f"expected one of {', '.join(sorted(ADAPTERS))}"
         )
-    _check_components(folder, index)
+    _check_libraries(folder, index)
+    check_components(folder)
     return ADAPTERS[name]
 
 
@@ -145,56 +145,30 @@ def _cache(root: str | Path | None, folder: Path, *readings: object) -> "TextCac
     return None if root is None else text_cache(Path(root), folder, [str(each) for each in readings])
 
 
-def components(folder: Path) -> tuple[str, ...]:
-    """The subfolders of a pipeline folder that hold its parts, by its model_index.json."""
-    return tuple(
-        key for key, value in _read_index(folder).items() if isinstance(value, list) and value[0] is not None
-    )
+def _check_libraries(folder: Path, index: Mapping[str, Any]) -> None:
+    """InputError for a part whose class lies elsewhere: diffusers would import whatever module is named.
 
+    Some parts, such as a safety checker, lie in a pipeline's own folder within diffusers.
+    """
+    import diffusers
 
-def absent_components(folder: Path) -> tuple[str, ...]:
-    """The parts that a pipeline folder lists as null, such as a T5 that was left out."""
-    return tuple(
-        key for key, value in _read_index(folder).items() if isinstance(value, list) and value[0] is None
-    )
-
-
-def _read_index(folder: Path) -> dict[str, Any]:
-    if not folder.is_dir():
-        found = "a file" if folder.exists() else "nothing there"
-        raise InputError(
-            f"model {folder}: {found}; expected a folder in diffusers' layout, with a model_index.json "
-            "(download a hub model first and give the local folder)"
-        )
-    file = folder / "model_index.json"
-    if not file.is_file():
-        entries = sorted(entry.name for entry in folder.iterdir())
-        found = ", ".join(entries[:8]) + (", ..." if len(entries) > 8 else "") if entries else "nothing"
-        raise InputError(
-            f"model {folder}: no model_index.json (the folder has {found}); expected a whole pipeline as "
-            "written by diffusers' save_pretrained"
-        )
-    try:
-        index = json.loads(file.read_text(encoding="utf-8"))
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise InputError(f"{file}: not valid JSON ({error})") from error
-    if not isinstance(index, dict):
-        raise InputError(f"{file}: a JSON {type(index).__name__}; expected an object with _class_name")
-    return index
-
-
-def _check_components(folder: Path, index: Mapping[str, Any]) -> None:
-    missing = [name for name in components(folder) if not (folder / name).is_dir()]
-    if missing:
-        raise InputError(
-            f"model {folder}: {', '.join(missing)} missing; model_index.json lists "
-            f"{', '.join(components(folder))}, each a folder of that name"
-        )
-    # From an empty folder transformers makes a tokenizer of three tokens, without a word.
-    for name in components(folder):
-        files = {file.name for file in (folder / name).iterdir()}
-        if name.startswith("tokenizer") and not files & TOKENIZER_FILES:
+    own = Path(diffusers.__file__).parent / "pipelines"
+    for name, entry in index.items():
+        if not isinstance(entry, list):
+            continue
+        if not name.isidentifier():
             raise InputError(
-                f"{folder / name}: no vocabulary (found {', '.join(sorted(files)) or 'nothing'}); "
-                f"expected one of {', '.join(sorted(TOKENIZER_FILES))}"
+                f"{folder / 'model_index.json'}: a part is called {name!r}; expected the name of a folder"
+                " beside it, in letters, digits and underscores"
             )
+        if entry[:1] == [None]:
+            continue
+        library = entry[0] if len(entry) == 2 and all(isinstance(word, str) for word in entry) else None
+        if library in LIBRARIES or (
+            library is not None and library.isidentifier() and (own / library / "__init__.py").is_file()
+        ):
+            continue
+        raise InputError(
+            f"{folder / 'model_index.json'}: {name} is {json.dumps(entry)[:80]}; expected a class of"
+            " diffusers or transformers: code of other modules, or from the folder itself, is never run"
+        )

@@ -8,6 +8,7 @@ import json
 import re
 from collections.abc import Collection, Mapping
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
 
 import torch
@@ -15,8 +16,10 @@ from safetensors import SafetensorError, safe_open
 from torch import nn
 
 from flowcredit.errors import InputError
+from flowcredit.pipeline_folder import has_weights, no_weights
 
 LIBRARIES = ("diffusers", "transformers")
+"""Whose networks are loaded here."""
 UNCOUNTED = "position_ids"
 """The end of names that older versions of transformers saved, and that no network reads: 0, 1, 2, ..."""
 
@@ -27,7 +30,7 @@ def load_modules(
     """The networks of a pipeline folder by name, but the ``absent`` ones; no network access.
 
     ``dtypes`` are those of some parts, ``other`` that of the rest; ``kind`` is the pipeline's class.
-    Raises InputError for weights that are missing, unknown, damaged, or of another shape.
+    Raises InputError for weights that are missing, unknown, damaged, not finite, or of another shape.
     """
     index = json.loads((folder / "model_index.json").read_text(encoding="utf-8"))
     modules = {}
@@ -64,6 +67,10 @@ def _load(kind: Any, folder: Path, name: str, part: Any, dtype: torch.dtype) -> 
         module, report = part.from_pretrained(
             where, dtype=dtype, local_files_only=True, output_loading_info=True, **listing
         )
+    except UnpicklingError as error:
+        raise InputError(
+            f"{where}: weights that hold more than tensors, and are not unpickled; expected safetensors"
+        ) from error
     except (OSError, ValueError, RuntimeError, SafetensorError, TypeError, KeyError, AttributeError) as error:
         # The last three come from a config.json whose values are of other types.
         if (found := _SHAPES.search(str(error))) is not None:
@@ -81,11 +88,30 @@ def _load(kind: Any, folder: Path, name: str, part: Any, dtype: torch.dtype) -> 
         if names:
             more = f" and {len(names) - 3} more" if len(names) > 3 else ""
             raise InputError(_misfit(where, part, f"{fault}: {', '.join(names[:3])}{more}"))
+    check_finite(module, str(where))
     return module
 
 
+def check_finite(module: nn.Module, where: str) -> None:
+    """InputError where weights hold NaN or infinity, as those of a run that diverged do."""
+    bad = [
+        name
+        for name, value in module.named_parameters()
+        # The sum of a tensor shows it in one pass; only where it is not finite each number is looked at.
+        if not value.sum(dtype=torch.float32).isfinite() and not value.isfinite().all()
+    ]
+    if bad:
+        more = f" and {len(bad) - 3} more" if len(bad) > 3 else ""
+        raise InputError(
+            f"{where}: weights that hold NaN or infinity: {', '.join(bad[:3])}{more}; expected finite"
+            " numbers: the file is damaged, or of a run that diverged"
+        )
+
+
 def _check_files(where: Path) -> None:
-    """InputError for files that break off or are of another format; their headers alone are read."""
+    """InputError for files that are not there, break off or are of another format; headers alone are read."""
+    if not has_weights(where):
+        raise InputError(no_weights(where))
     for file in sorted(where.glob("*.safetensors")):
         try:
             with safe_open(file, framework="pt"):

@@ -20,9 +20,11 @@ from diffusers.utils import logging as diffusers_logging
 from safetensors import SafetensorError
 from torch import Tensor
 
+from flowcredit import limits
 from flowcredit.errors import InputError
 from flowcredit.interfaces import Conditioning
-from flowcredit.models.parts import load_modules, not_loadable
+from flowcredit.lora_file import check_lora
+from flowcredit.models.parts import check_finite, load_modules, not_loadable
 from flowcredit.models.places import at_work, divide_decoding, settle
 from flowcredit.models.text_cache import TextCache
 from flowcredit.time_grid import check_grid
@@ -100,7 +102,7 @@ def load_pipeline(
     except (OSError, ValueError, RuntimeError, TypeError, KeyError, AttributeError) as error:
         raise InputError(not_loadable(folder, kind, error)) from error
     if settings.lora is not None:
-        _fuse_lora(pipeline, settings.lora)
+        _fuse_lora(pipeline, settings.lora, part)
     for component in pipeline.components.values():
         if isinstance(component, torch.nn.Module):
             component.requires_grad_(False).eval()
@@ -111,10 +113,13 @@ def load_pipeline(
     return pipeline
 
 
-def _fuse_lora(pipeline: Any, lora: Path) -> None:
+def _fuse_lora(pipeline: Any, lora: Path, part: str) -> None:
     """Add a LoRA, as diffusers' ``save_lora_weights`` writes it, to the weights."""
     if not lora.exists():
         raise InputError(f"model.lora {lora}: nothing there; expected a LoRA's folder or .safetensors file")
+    network = pipeline.components[part]
+    shapes = {name: tuple(value.shape) for name, value in network.named_parameters()}
+    check_lora(lora, part, type(network).__name__, shapes)
     file = {} if lora.is_dir() else {"weight_name": lora.name}
     level = diffusers_logging.get_verbosity()
     diffusers_logging.set_verbosity(logging.CRITICAL)  # What it logs is in the exception.
@@ -126,11 +131,15 @@ def _fuse_lora(pipeline: Any, lora: Path) -> None:
         pipeline.fuse_lora()
     except (OSError, ValueError, RuntimeError, RuntimeWarning, KeyError, SafetensorError) as error:
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        if isinstance(error, RuntimeWarning):
+            # The libraries' warning goes on to say that all may be well.
+            reason = f"none, or a part alone, of its layers are those of the {part}"
         kind = type(pipeline).__name__
         raise InputError(f"model.lora {lora}: cannot be put on this {kind}: {reason}") from error
     finally:
         diffusers_logging.set_verbosity(level)
     pipeline.unload_lora_weights()
+    check_finite(network, f"model.lora {lora}")
 
 
 def check_flow_scheduler(scheduler: object, source: Path) -> None:
@@ -141,37 +150,22 @@ def check_flow_scheduler(scheduler: object, source: Path) -> None:
         )
 
 
-def check_settings(settings: PipelineSettings, *, unit: int, longest: int | None) -> None:
+def check_settings(
+    settings: PipelineSettings, *, unit: int, longest: int | None, largest: int | None = None
+) -> None:
     """InputError for sizes that are no multiples of ``unit`` pixels, and for other settings out of range.
 
     ``longest`` is the most text tokens that the pipeline takes; None where it has one length only.
     """
-    _check_size("height", settings.height, unit)
-    _check_size("width", settings.width, unit)
-    if longest is not None and not 1 <= settings.max_sequence_length <= longest:
-        raise InputError(
-            f"max_sequence_length is {settings.max_sequence_length} tokens; expected 1 to {longest}"
-        )
+    limits.check_size(settings.height, settings.width, unit, largest)
+    limits.check_text_length(settings.max_sequence_length, longest)
     if settings.decode_batch_size < 1:
         raise InputError(f"decode_batch_size is {settings.decode_batch_size}; expected at least 1")
 
 
 def check_negative_prompt(settings: PipelineSettings, *, used: bool) -> None:
     """InputError for a negative prompt that nothing would read."""
-    if settings.negative_prompt and not used:
-        raise InputError(
-            f"negative_prompt is {settings.negative_prompt!r}, but this model reads none at guidance_scale"
-            f" {settings.guidance_scale:g}; expected an empty one, or classifier-free guidance above 1"
-        )
-
-
-def _check_size(name: str, pixels: int, unit: int) -> None:
-    if pixels < unit or pixels % unit != 0:
-        below = max(unit, pixels // unit * unit)
-        raise InputError(
-            f"{name} is {pixels} pixels; "
-            f"this model makes multiples of {unit}, such as {below} or {below + unit}"
-        )
+    limits.check_negative_prompt(settings.negative_prompt, settings.guidance_scale, used)
 
 
 def encode_prompts(

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from flowcredit.errors import InputError
 from flowcredit.interfaces import Conditioning
+from flowcredit.limits import LONGEST_TEXT, size_unit
 from flowcredit.models.pipelines import (
     JOINT_ATTENTION,
     Guidance,
@@ -38,7 +39,7 @@ from flowcredit.models.pipelines import (
 )
 from flowcredit.quiet import quiet_libraries
 
-LONGEST_SEQUENCE = 1024
+LONGEST_SEQUENCE = LONGEST_TEXT["QwenImagePipeline"]
 """Text tokens: QwenImagePipeline refuses more."""
 PROMPTS_AT_ONCE = 4
 """Fewer than elsewhere: the language model scores every word of its vocabulary at every token."""
@@ -64,7 +65,11 @@ class QwenImageFlow:
     def __init__(self, pipeline: QwenImagePipeline, source: Path, settings: PipelineSettings) -> None:
         """Raises InputError for sizes that the model cannot make and schedulers of another kind."""
         check_flow_scheduler(pipeline.scheduler, source)
-        check_settings(settings, unit=2 * pipeline.vae_scale_factor, longest=LONGEST_SEQUENCE)
+        check_settings(
+            settings,
+            unit=size_unit("QwenImagePipeline", pipeline.vae_scale_factor, 1),
+            longest=LONGEST_SEQUENCE,
+        )
         check_negative_prompt(settings, used=settings.guided)
         if pipeline.transformer.config.guidance_embeds:
             raise InputError(

@@ -13,9 +13,8 @@ import torch
 from diffusers import StableDiffusion3Pipeline
 from torch import Tensor
 
-from flowcredit.errors import InputError
 from flowcredit.interfaces import Conditioning
-from flowcredit.models.loading import absent_components
+from flowcredit.limits import LONGEST_TEXT, size_unit
 from flowcredit.models.pipelines import (
     JOINT_ATTENTION,
     Guidance,
@@ -36,9 +35,10 @@ from flowcredit.models.pipelines import (
     scheduler_grid,
     set_checkpointing,
 )
+from flowcredit.pipeline_folder import absent_components
 from flowcredit.quiet import quiet_libraries
 
-LONGEST_SEQUENCE = 512
+LONGEST_SEQUENCE = LONGEST_TEXT["StableDiffusion3Pipeline"]
 """T5 tokens: StableDiffusion3Pipeline refuses more."""
 
 
@@ -56,13 +56,10 @@ class SD3Flow:
         """Raises InputError for sizes that the model cannot make and schedulers of another kind."""
         check_flow_scheduler(pipeline.scheduler, source)
         config = pipeline.transformer.config
-        unit = config.patch_size * pipeline.vae_scale_factor
-        check_settings(settings, unit=unit, longest=LONGEST_SEQUENCE)
+        unit = size_unit("StableDiffusion3Pipeline", pipeline.vae_scale_factor, config.patch_size)
         # Positions are cut from a learned or fixed square, which ends here.
         largest = config.pos_embed_max_size * unit
-        for name, pixels in (("height", settings.height), ("width", settings.width)):
-            if pixels > largest:
-                raise InputError(f"{name} is {pixels} pixels; this model makes at most {largest}")
+        check_settings(settings, unit=unit, longest=LONGEST_SEQUENCE, largest=largest)
         check_negative_prompt(settings, used=settings.guided)
         self.pipeline = pipeline
         self.source = source

@@ -7,6 +7,7 @@ import hashlib
 import json
 import os
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -16,6 +17,8 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from flowcredit.destinations import check_folder
+from flowcredit.errors import InputError, one_line
 from flowcredit.interfaces import Conditioning
 
 Encode = Callable[[list[str]], Conditioning]
@@ -56,21 +59,34 @@ class TextCache:
             return load_file(self._file(prompt))
         except (FileNotFoundError, SafetensorError):
             return None
+        except OSError as error:
+            raise InputError(
+                f"model.text_cache: {self._file(prompt)} cannot be read ({error.strerror}); mend or remove it"
+            ) from None
 
     def _write(self, prompt: str, row: dict[str, Tensor]) -> None:
-        self.folder.mkdir(parents=True, exist_ok=True)
         # Of a name of its own: several processes may write the same prompt.
         partial = self._file(prompt).with_suffix(f".{os.getpid()}.partial")
-        save_file({name: value.cpu().contiguous() for name, value in row.items()}, partial)
-        partial.replace(self._file(prompt))
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            save_file({name: value.cpu().contiguous() for name, value in row.items()}, partial)
+            partial.replace(self._file(prompt))
+        except (OSError, SafetensorError) as error:
+            with suppress(OSError):
+                partial.unlink()
+            raise InputError(
+                f"model.text_cache: nothing can be written in {self.folder} ({one_line(error)}); make room"
+                " there, or choose another folder"
+            ) from None
 
 
 def text_cache(root: Path, pipeline: Path, settings: Sequence[str]) -> TextCache:
     """The cache below ``root`` for the text encoders of a pipeline folder, used with ``settings``.
 
     The key is a hash of the encoders' and tokenizers' files (names, sizes, times of change), the settings,
-    and the versions of torch, transformers and diffusers.
+    and the versions of torch, transformers and diffusers. Raises InputError where nothing can be written.
     """
+    check_folder(root, "model.text_cache")
     files = sorted(
         file
         for part in pipeline.iterdir()

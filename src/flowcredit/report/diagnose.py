@@ -6,8 +6,17 @@ from rich.console import Console
 
 from flowcredit.assembly import assemble
 from flowcredit.config import Recipe
-from flowcredit.console import Monitor
-from flowcredit.diagnostics import Diagnosis, diagnose, evaluations, gains, rank_correlations, variance_shares
+from flowcredit.console import counted, say
+from flowcredit.destinations import check_folder
+from flowcredit.diagnostics import (
+    Diagnosis,
+    check_rewarded,
+    cost,
+    diagnose,
+    gains,
+    rank_correlations,
+    variance_shares,
+)
 from flowcredit.evaluate import weights_of
 from flowcredit.recipe_io import dump_recipe
 from flowcredit.report.diagnosis_files import write_diagnosis
@@ -20,16 +29,26 @@ def diagnose_command(recipe: Recipe, run_dir: Path | None, out: Path, prompts: i
     Raises InputError for whatever in the recipe cannot work, or if the packages for figures are missing.
     """
     extras()
-    out.mkdir(parents=True, exist_ok=True)
+    check_folder(out, "--out")
+    check_rewarded(recipe)
     console = Console()
+    evaluations, images = cost(recipe, prompts)
+    say(
+        console,
+        f"diagnosing {recipe.name} on {prompts} prompts: {evaluations:,} velocity evaluations, {images:,}"
+        " images decoded and scored; fewer --prompts, algorithm.num_steps or algorithm.group_size cost less",
+    )
     setup = assemble(recipe)
-    with weights_of(setup.model, run_dir), Monitor(console, 1, 0, 1) as monitor:
-        monitor.stage("diagnosing", evaluations(setup, prompts))
-        found = diagnose(setup, prompts, monitor.advance)
+    with (
+        weights_of(setup.model, run_dir),
+        counted(console, "velocity evaluations", evaluations) as advance,
+    ):
+        found = diagnose(setup, prompts, advance)
+    out.mkdir(parents=True, exist_ok=True)
     write_diagnosis(found, out, recipe.name, dump_recipe(recipe))
     for line in _lines(found):
-        console.print(line, highlight=False)
-    console.print(f"figures and page: {out / 'diagnosis.html'}", highlight=False, soft_wrap=True)
+        say(console, line)
+    say(console, f"figures and page: {out / 'diagnosis.html'}")
 
 
 def _lines(diagnosis: Diagnosis) -> list[str]:

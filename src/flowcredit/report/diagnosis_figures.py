@@ -11,7 +11,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from flowcredit.diagnostics import Diagnosis, gains, rank_correlations, stride_spread, variance_shares
-from flowcredit.report.style import BLUE, GREEN, ORANGE, STYLE, WIDTH, short
+from flowcredit.report.style import BLUE, GREEN, ORANGE, STYLE, WIDTH, drawn, short
 
 MOST_LINES = 200
 """Trajectories drawn as lines of their own; all count in means and shares."""
@@ -57,7 +57,7 @@ def _gains(diagnosis: Diagnosis) -> Figure:
     upper, lower = figure.subplots(2, 1, sharex=True, height_ratios=(1, 3))
     spans = -np.diff(diagnosis.sigmas)[: len(found)]
     upper.bar(steps, np.array(diagnosis.noise) / np.sqrt(spans), width=0.5, color=GREEN)
-    upper.set_title(f"Noise level of a step ({diagnosis.noise_kind}): its deviation over √(σ − σ′)")
+    upper.set_title(f"Noise level of a step ({drawn(diagnosis.noise_kind)}): its deviation over √(σ − σ′)")
     upper.set_ylabel("level")
     lower.plot(steps, found[:, _chosen(found)], color=BLUE, linewidth=0.7, alpha=0.25)
     lower.plot(steps, np.nanmean(found, 1), color=ORANGE, linewidth=2, marker="o", label="mean")

@@ -16,7 +16,7 @@ from matplotlib.ticker import EngFormatter, FixedLocator, MaxNLocator, NullLocat
 
 from flowcredit.comparison import summarise
 from flowcredit.report.run_data import RunData
-from flowcredit.report.style import BLUE, COLOURS, ORANGE, STYLE, WIDTH, short, to_svg
+from flowcredit.report.style import BLUE, COLOURS, ORANGE, STYLE, WIDTH, drawn, short, to_svg
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ def learning_curves(data: RunData) -> str | None:
                 axis.fill_between(x, mean - error, mean + error, color=colour, alpha=0.18, linewidth=0)
                 axis.plot(x, mean, color=colour, marker="o", markersize=4, linewidth=1.8)
                 axis.yaxis.set_major_locator(MaxNLocator(5))
-            axes[row, 0].set_title(f"{short(name)} ({role})")
+            axes[row, 0].set_title(f"{drawn(short(name))} ({role})")
         axes[-1, 0].set_xlabel("iteration")
         axes[-1, 0].xaxis.set_major_locator(MaxNLocator(integer=True))
         axes[-1, 1].set_xlabel("velocity evaluations spent on rollouts")
@@ -70,7 +70,7 @@ def training_curves(data: RunData) -> str | None:
         axes = figure.subplots(rows, 2, sharex=True, squeeze=False)
         for axis, panel in zip(axes.flat, panels, strict=False):
             panel.draw(axis)
-            axis.set_title(panel.title)
+            axis.set_title(drawn(panel.title))
             axis.xaxis.set_major_locator(MaxNLocator(integer=True))
             if axis.get_legend_handles_labels()[1]:
                 # Beside the title, which stands at the left, so that no curve is covered.

@@ -62,9 +62,12 @@ def _status(data: RunData) -> str:
 
 
 def _alarms(data: RunData, before: Snapshot | None, after: Snapshot | None) -> list[str]:
+    said = [
+        f"Collapse at iteration {each['iteration']}: {each['why']}; {each['done']}." for each in data.guard
+    ]
     if before is None or after is None:
-        return []
-    return alarms(before.evaluation, after.evaluation, data.trained)
+        return said
+    return [*said, *alarms(before.evaluation, after.evaluation, data.trained)]
 
 
 def _absences(data: RunData, before: Snapshot | None, after: Snapshot | None) -> list[str]:

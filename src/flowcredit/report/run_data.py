@@ -37,6 +37,8 @@ class RunData:
     log: tuple[Record, ...]
     snapshots: tuple[Snapshot, ...]
     notes: tuple[str, ...]
+    guard: tuple[Mapping[str, Any], ...] = ()
+    """What the guard found, with ``iteration``, ``why`` and what was ``done``."""
 
     @property
     def trained(self) -> tuple[str, ...]:
@@ -78,7 +80,22 @@ def read_run(run_dir: Path) -> RunData:
         log=tuple(log),
         snapshots=tuple(snapshots),
         notes=(*log_notes, *file_notes),
+        guard=tuple(_read_guard(folder.guard)),
     )
+
+
+def _read_guard(path: Path) -> list[Mapping[str, Any]]:
+    if not path.exists():
+        return []
+    found: list[Mapping[str, Any]] = []
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+        try:
+            entry = json.loads(line)
+        except ValueError:
+            continue
+        if isinstance(entry, dict) and {"iteration", "why", "done"} <= entry.keys():
+            found.append(entry)
+    return found
 
 
 def _read_recipe(folder: RunFolder) -> tuple[Mapping[str, Any], str]:

@@ -8,6 +8,8 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
+from flowcredit.visible import visible
+
 BLUE, ORANGE, GREEN, PURPLE = "#0072B2", "#D55E00", "#009E73", "#9A5B8F"
 COLOURS = (BLUE, ORANGE, GREEN, PURPLE)
 WIDTH = 8.8
@@ -39,6 +41,11 @@ STYLE: Any = {
 def short(name: str) -> str:
     """A reward of one's own by its attribute: the module's name is in the recipe."""
     return name.rpartition(":")[2]
+
+
+def drawn(text: str) -> str:
+    """The text for a figure, in which matplotlib reads dollars as formulas and XML takes no controls."""
+    return visible(text).replace("$", r"\$")
 
 
 def to_svg(figure: Figure) -> str:

@@ -26,7 +26,7 @@ from flowcredit.rewards.service import (
     read_options,
     settle,
 )
-from flowcredit.rewards.wire import encode_images
+from flowcredit.rewards.wire import encode_images, shown
 from flowcredit.sections import Flag, Number, Text, Whole
 
 QUESTION = """\
@@ -131,16 +131,19 @@ def _filled(template: str, values: Mapping[str, Any]) -> str:
     return _FIELD.sub(lambda field: str(values[field.group(1)]), template)
 
 
+_NO_COMPLETION = object()
+
+
 def _content(answer: Any, url: str) -> str:
     """What the judge said; empty where it said nothing, as when it refuses."""
     try:
         content = answer["choices"][0]["message"]["content"]
     except (KeyError, IndexError, TypeError):
-        content = answer
+        content = _NO_COMPLETION
     if content is None:
         return ""
     if not isinstance(content, str):
-        raise ServiceError(f"{url}: answered {brief(repr(answer)[:400], 80)}; expected a chat completion")
+        raise ServiceError(f"{url}: answered {shown(answer)}; expected a chat completion")
     return content
 
 
@@ -199,6 +202,5 @@ def _check_model(endpoint: Endpoint, model: str) -> None:
     except (KeyError, TypeError):
         raise InputError(f"reward 'chat': {url} answered JSON that is no list of models") from None
     if model not in names:
-        raise InputError(
-            f"reward 'chat': {url} has no model {model!r}; it has {', '.join(map(repr, names)) or 'none'}"
-        )
+        there = brief(", ".join(repr(name) for name in names if isinstance(name, str)) or "none", 300)
+        raise InputError(f"reward 'chat': {url} has no model {model!r}; it has {there}")

@@ -9,14 +9,16 @@ Axes: B images, T distinct texts, H and W image height and width, E embedding di
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from flowcredit.errors import InputError
 from flowcredit.quiet import quiet_libraries
-from flowcredit.rewards.files import loading_fault, read_json
+from flowcredit.rewards.files import loading_fault, loading_reason, read_json
 from flowcredit.rewards.preprocessing import read_preprocessing
 from flowcredit.shapes import bundled_path
 
@@ -110,8 +112,8 @@ def load_clip_model(folder: Path) -> Any:
     try:
         with quiet_libraries("transformers"):
             model, report = CLIPModel.from_pretrained(folder, local_files_only=True, output_loading_info=True)
-    except (OSError, ValueError, RuntimeError) as error:
-        raise InputError(_incomplete(folder, str(error).splitlines()[0])) from error
+    except (OSError, ValueError, RuntimeError, SafetensorError, UnpicklingError) as error:
+        raise InputError(_incomplete(folder, loading_reason(error))) from error
     fault = loading_fault(report)
     if fault is not None:
         raise InputError(_incomplete(folder, fault))
@@ -136,7 +138,11 @@ def load_tokenizer(folder: Path, vocabulary: int) -> Any:
             "tokenizer"
         )
     try:
-        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+        tokenizer = AutoTokenizer.from_pretrained(
+            folder,
+            local_files_only=True,
+            trust_remote_code=False,  # Left open, it may ask on the terminal.
+        )
     except (OSError, ValueError) as error:
         raise InputError(_incomplete(folder, str(error).splitlines()[0])) from error
     if len(tokenizer) > vocabulary:

@@ -1,17 +1,22 @@
 """JSON over HTTP to a service that may be down, slow or talk rubbish; each failure is one line.
 
-Nothing that comes back is trusted: it is JSON of a bounded size or a `ServiceError`. Redirects are not
-followed, since they would carry the token elsewhere and often lead to a page for a person to log in.
+Nothing that comes back is trusted: it is JSON of a bounded size, whole before the deadline, or a
+`ServiceError`. Redirects are not followed, to no host and no other scheme of the same one: they would carry
+the token elsewhere and often lead to a page for a person to log in. Nothing is unpacked: a compressed answer
+is no JSON.
 """
 
+import io
 import ipaddress
 import json
+import math
+import socket
 import ssl
 import time
 import urllib.request
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from http.client import HTTPException, HTTPResponse
+from http.client import HTTPConnection, HTTPException, HTTPResponse, HTTPSConnection
 from typing import Any, NoReturn, cast
 from urllib.error import HTTPError, URLError
 from urllib.parse import urlsplit
@@ -107,11 +112,11 @@ def _times(tries: int) -> str:
 def _exchange(request: urllib.request.Request, timeout_s: float) -> bytes:
     deadline = time.monotonic() + timeout_s
     try:
-        with _opener(request.host).open(request, timeout=timeout_s) as response:
-            return _read(response, deadline, MAX_ANSWER_BYTES)
+        with _opener(request.host, deadline).open(request, timeout=timeout_s) as response:
+            return _read(response, MAX_ANSWER_BYTES)
     except HTTPError as error:
         with error:
-            _raise_status(error, deadline)
+            _raise_status(error)
     except TimeoutError:
         raise ServiceError(f"no answer within {timeout_s:g} seconds") from None
     except URLError as error:
@@ -127,14 +132,79 @@ def _exchange(request: urllib.request.Request, timeout_s: float) -> bytes:
         raise _Transient(_reason(error)) from None
 
 
-def _opener(host: str) -> urllib.request.OpenerDirector:
+class Timed(io.RawIOBase):
+    """What a socket receives until ``deadline`` (of `time.monotonic`), with no pause longer than ``stall_s``.
+
+    Raises TimeoutError: the socket's own time limit would begin anew with every byte.
+    """
+
+    def __init__(self, connection: socket.socket, deadline: float, stall_s: float = math.inf) -> None:
+        self._connection, self._deadline, self._stall_s = connection, deadline, stall_s
+        self._raw = connection.makefile("rb", buffering=0)
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int | None:
+        left = self._deadline - time.monotonic()
+        if left <= 0:
+            raise TimeoutError
+        self._connection.settimeout(min(left, self._stall_s))
+        return self._raw.readinto(buffer)
+
+    def close(self) -> None:
+        self._raw.close()
+        super().close()
+
+
+@dataclass(frozen=True)
+class _Receiver:
+    """Stands in for a socket where ``http.client`` asks for no more than a file to read an answer from."""
+
+    connection: socket.socket
+    deadline: float
+
+    def makefile(self, mode: str) -> io.BufferedReader:
+        return io.BufferedReader(Timed(self.connection, self.deadline))
+
+
+def _until(kind: type[HTTPConnection], deadline: float) -> Callable[..., HTTPConnection]:
+    """Connections whose answers, status line and headers included, are whole before the deadline."""
+
+    def response(connection: socket.socket, debuglevel: int = 0, method: str | None = None) -> HTTPResponse:
+        return HTTPResponse(cast(socket.socket, _Receiver(connection, deadline)), debuglevel, method)
+
+    def make(host: str, **settings: Any) -> HTTPConnection:
+        made = kind(host, **settings)
+        made.response_class = cast(Any, response)
+        return made
+
+    return make
+
+
+class _Http(urllib.request.AbstractHTTPHandler):
+    """Both schemes, by a deadline."""
+
+    def __init__(self, deadline: float) -> None:
+        super().__init__()
+        self._deadline = deadline
+
+    def http_open(self, request: urllib.request.Request) -> HTTPResponse:
+        return self.do_open(cast(Any, _until(HTTPConnection, self._deadline)), request)
+
+    def https_open(self, request: urllib.request.Request) -> HTTPResponse:
+        return self.do_open(cast(Any, _until(HTTPSConnection, self._deadline)), request)
+
+    http_request = https_request = urllib.request.AbstractHTTPHandler.do_request_
+
+
+def _opener(host: str, deadline: float) -> urllib.request.OpenerDirector:
     """Opens http and https alone, through the environment's proxy unless the host is this machine."""
     name = urlsplit(f"//{host}").hostname or ""
     opener = urllib.request.OpenerDirector()
     for handler in (
         urllib.request.ProxyHandler({} if is_loopback(name) else None),
-        urllib.request.HTTPHandler(),
-        urllib.request.HTTPSHandler(),
+        _Http(deadline),
         urllib.request.HTTPDefaultErrorHandler(),
         urllib.request.HTTPErrorProcessor(),
     ):
@@ -152,12 +222,12 @@ def is_loopback(host: str) -> bool:
 
 def _reason(error: object) -> str:
     if isinstance(error, OSError) and error.strerror:
-        return f"the connection failed: {error.strerror}"
+        return f"the connection failed: {brief(error.strerror)}"
     return f"the connection failed: {type(error).__name__}: {brief(str(error))}"
 
 
-def _read(response: HTTPResponse, deadline: float, limit: int) -> bytes:
-    """The body, piece by piece: a time limit of the socket alone would let it trickle for ever."""
+def _read(response: HTTPResponse, limit: int) -> bytes:
+    """The body, piece by piece, so that no more than ``limit`` bytes are ever held."""
     parts: list[bytes] = []
     size, expected = 0, response.length
     while (expected is None or size < expected) and (part := response.read1(1 << 16)):
@@ -165,14 +235,12 @@ def _read(response: HTTPResponse, deadline: float, limit: int) -> bytes:
         size += len(part)
         if size > limit:
             raise ServiceError(f"an answer of more than {limit:,} bytes; expected JSON with a few numbers")
-        if time.monotonic() > deadline:
-            raise TimeoutError
     if expected is not None and size < expected:
         raise _Transient(f"the answer broke off after {size} of {expected} bytes")
     return b"".join(parts)
 
 
-def _raise_status(error: HTTPError, deadline: float) -> NoReturn:
+def _raise_status(error: HTTPError) -> NoReturn:
     status = f"answered {error.code}"
     if 300 <= error.code < 400:
         target = brief(error.headers.get("Location", "nowhere"))
@@ -180,7 +248,7 @@ def _raise_status(error: HTTPError, deadline: float) -> NoReturn:
             f"{status}, a redirect to {target}, which is not followed; give the final address of the service"
         )
     try:
-        said = _said(_read(cast(HTTPResponse, error.fp), deadline, 1 << 16))
+        said = _said(_read(cast(HTTPResponse, error.fp), 1 << 16))
     except (OSError, HTTPException, ServiceError, _Transient):
         said = "nothing readable"
     if error.code in _TRANSIENT:
@@ -207,7 +275,7 @@ def _said(raw: bytes) -> str:
             found = found.get("message")
         if isinstance(found, str):
             return brief(found, 400)
-    return brief(json.dumps(body))
+    return brief(raw[:400].decode("utf-8", "replace"))
 
 
 def _parse(raw: bytes) -> Any:

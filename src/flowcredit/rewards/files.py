@@ -4,6 +4,7 @@ import importlib
 import json
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
+from pickle import UnpicklingError
 from types import ModuleType
 from typing import Any
 
@@ -165,6 +166,13 @@ def need_module(name: str, reward: str, extra: str) -> ModuleType:
             f"reward {reward!r} needs the package that provides {name!r} ({error}); install it with: "
             f"pip install 'flowcredit[{extra}]'"
         ) from error
+
+
+def loading_reason(error: Exception) -> str:
+    """Why transformers' ``from_pretrained`` raised, in a line."""
+    if isinstance(error, UnpicklingError):
+        return "its weights hold more than tensors, and are not unpickled"
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
 def loading_fault(report: Mapping[str, Any]) -> str | None:

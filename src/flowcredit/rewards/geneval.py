@@ -9,17 +9,19 @@ Axes: B images, H and W image height and width.
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
 
 import numpy as np
 import torch
+from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from flowcredit.errors import InputError
 from flowcredit.image_grid import to_pixels
 from flowcredit.quiet import quiet_libraries
 from flowcredit.rewards.clip import ClipScore, load_clip_score
-from flowcredit.rewards.files import loading_fault
+from flowcredit.rewards.files import loading_fault, loading_reason
 from flowcredit.rewards.geneval_rules import Found, Objects, Wanted, degree, is_right, read_wanted
 
 CONFIDENCE, COUNTING_CONFIDENCE = 0.3, 0.9
@@ -160,11 +162,13 @@ def load_geneval(detector: str, clip: str, device: torch.device, graded: bool = 
     try:
         with quiet_libraries("transformers"):
             model, report = AutoModelForObjectDetection.from_pretrained(
-                folder, local_files_only=True, output_loading_info=True
+                folder, local_files_only=True, output_loading_info=True, trust_remote_code=False
             )
-            processor = AutoImageProcessor.from_pretrained(folder, local_files_only=True, backend="pil")
-    except (OSError, ValueError, RuntimeError, ImportError) as error:
-        raise InputError(_no_detector(folder, str(error).strip().splitlines()[0])) from error
+            processor = AutoImageProcessor.from_pretrained(
+                folder, local_files_only=True, backend="pil", trust_remote_code=False
+            )
+    except (OSError, ValueError, RuntimeError, ImportError, SafetensorError, UnpicklingError) as error:
+        raise InputError(_no_detector(folder, loading_reason(error))) from error
     fault = loading_fault(report)
     if fault is not None:
         raise InputError(_no_detector(folder, fault))

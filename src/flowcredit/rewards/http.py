@@ -23,7 +23,7 @@ from flowcredit.rewards.service import (
     read_options,
     settle,
 )
-from flowcredit.rewards.wire import PROTOCOL, encode_images, read_scores
+from flowcredit.rewards.wire import PROTOCOL, encode_images, read_scores, shown
 from flowcredit.sections import Count, Section, Text
 
 
@@ -135,7 +135,7 @@ def _read_health(answer: Any, source: str) -> _Health:
         )
     if answer["protocol"] != PROTOCOL:
         raise InputError(
-            f"reward 'http': {source} speaks {answer['protocol']!r}; this version speaks {PROTOCOL!r}"
+            f"reward 'http': {source} speaks {shown(answer['protocol'])}; this version speaks {PROTOCOL!r}"
         )
     try:
         return read_options(_Health, "http", answer)

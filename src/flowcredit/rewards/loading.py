@@ -1,13 +1,12 @@
 """A reward by its registered name, or one's own by ``module:attribute``."""
 
-import difflib
 import functools
 import importlib
+import importlib.util
 import inspect
 import os
 import sys
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
 import torch
@@ -15,9 +14,11 @@ from torch import Tensor
 
 from flowcredit.errors import InputError
 from flowcredit.interfaces import Reward
+from flowcredit.known_rewards import REGISTERED, Options, check_name, meant, reward_names, take_options
+from flowcredit.rewards.service import read_options
 from flowcredit.scoring import columns_of
 
-Options = Mapping[str, Any]
+__all__ = ["check_reward", "load_reward", "required_columns", "reward_names"]
 
 
 def load_reward(name: str, options: Options, device: torch.device | str) -> Reward:
@@ -41,19 +42,10 @@ def load_reward(name: str, options: Options, device: torch.device | str) -> Rewa
     """
     where = torch.device(device)
     kind = name.partition("/")[0]
-    if kind in _REGISTERED:
+    if kind in REGISTERED:
         return _load_registered(kind, options, where)
-    if ":" in name:
-        return _load_own(name, options, where)
-    raise InputError(
-        f"unknown reward {name!r}{_nearest(name, _REGISTERED)}; known are {', '.join(reward_names())}, "
-        "or 'module:attribute' for one of your own"
-    )
-
-
-def reward_names() -> tuple[str, ...]:
-    """The registered rewards."""
-    return tuple(sorted(_REGISTERED))
+    check_name(name)
+    return _load_own(name, options, where)
 
 
 def required_columns(reward: Reward) -> tuple[str, ...]:
@@ -61,90 +53,42 @@ def required_columns(reward: Reward) -> tuple[str, ...]:
     return columns_of(reward).required
 
 
-def take_options(reward: str, options: Options, known: Collection[str]) -> Options:
-    """The options, if all of them are known; InputError naming the nearest known one otherwise."""
-    for option in options:
-        if option not in known:
-            expected = f"its options are {', '.join(sorted(known))}" if known else "it has no options"
-            raise InputError(
-                f"reward {reward!r}: unknown option {option!r}{_nearest(option, known)}; {expected}"
-            )
-    return options
-
-
-@dataclass(frozen=True)
-class _Registered:
-    """A reward of this room: the function that makes it, and its options with what each of them is.
-
-    Where options are many, ``settings`` names the module's class that has and checks them.
-    """
-
-    module: str
-    function: str
-    options: Mapping[str, str] = field(default_factory=dict)
-    settings: str | None = None
-
-
-_REGISTERED: Mapping[str, _Registered] = {
-    "shapes": _Registered("shapes", "load_graded"),
-    "shapes_exact": _Registered("shapes", "load_exact"),
-    "clip": _Registered(
-        "clip",
-        "load_clip_score",
-        {"path": "the folder of a transformers CLIPModel, or 'bundled:shapes-clip'"},
-    ),
-    "aesthetic": _Registered(
-        "aesthetic",
-        "load_aesthetic",
-        {
-            "path": "the folder of CLIP ViT-L/14 as a transformers CLIPModel",
-            "head": "sac+logos+ava1-l14-linearMSE.pth, or the same as .safetensors",
-        },
-    ),
-    "geneval": _Registered(
-        "geneval",
-        "load_geneval",
-        {
-            "detector": "the folder of a transformers object detector for COCO's classes, such as YOLOS",
-            "clip": "the folder of CLIP ViT-L/14 as a transformers CLIPModel, for colours",
-            "graded": "true for a score by degrees as in Flow-GRPO, false for GenEval's 1 or 0",
-        },
-    ),
-    "hps": _Registered(
-        "hps",
-        "load_hps",
-        {
-            "path": "HPS_v2.1_compressed.pt, or the folder of HPS as a transformers CLIPModel",
-            "tokenizer": "the folder of CLIP's tokenizer in transformers' layout",
-        },
-    ),
-    "image_reward": _Registered(
-        "image_reward",
-        "load_image_reward",
-        {
-            "path": "ImageReward.pt",
-            "tokenizer": "the folder of bert-base-uncased's tokenizer in transformers' layout",
-        },
-    ),
-    "ocr": _Registered("ocr", "load_ocr"),
-    "pickscore": _Registered(
-        "pickscore",
-        "load_pickscore",
-        {"path": "the folder of PickScore's CLIPModel", "processor": "the folder of its processor"},
-    ),
-    "http": _Registered("http", "load_http", settings="HttpOptions"),
-    "chat": _Registered("chat", "load_chat", settings="ChatOptions"),
-    "sharpness": _Registered("sharpness", "load_sharpness"),
-}
+def check_reward(name: str, options: Options) -> None:
+    """What `load_reward` refuses, as far as it can be told without making the reward, or importing one's own
+    module, which may load what it likes."""
+    check_name(name)
+    kind = name.partition("/")[0]
+    if kind in REGISTERED:
+        _maker(kind, options)
+        settings = REGISTERED[kind].settings
+        if settings is not None:
+            source = importlib.import_module(f"flowcredit.rewards.{REGISTERED[kind].module}")
+            read_options(vars(source)[settings], kind, options)
+        return
+    module = _module_name(name)
+    try:
+        found = importlib.util.find_spec(module)
+    except Exception as error:
+        raise _not_imported(name, error) from error
+    if found is None:
+        raise _not_imported(name, ModuleNotFoundError(f"No module named {module!r}"))
 
 
 def _load_registered(name: str, options: Options, device: torch.device) -> Reward:
-    """Call the reward's function; its parameters say which options must be given, and of which type."""
-    entry = _REGISTERED[name]
+    make = _maker(name, options)
+    if REGISTERED[name].settings is not None:
+        return cast(Reward, make(options))
+    return cast(Reward, make(device=device, **options))
+
+
+def _maker(name: str, options: Options) -> Callable[..., Any]:
+    """The reward's function; its parameters say which options must be given, and of which type."""
+    entry = REGISTERED[name]
     module = vars(importlib.import_module(f"flowcredit.rewards.{entry.module}"))
-    make = module[entry.function]
+    make: Callable[..., Any] = module[entry.function]
     if entry.settings is not None:
-        return cast(Reward, make(take_options(name, options, module[entry.settings].model_fields)))
+        take_options(name, options, module[entry.settings].model_fields)
+        return make
     take_options(name, options, entry.options)
     parameters = inspect.signature(make).parameters
     for option, meaning in entry.options.items():
@@ -152,7 +96,7 @@ def _load_registered(name: str, options: Options, device: torch.device) -> Rewar
             raise InputError(f"reward {name!r} needs the option {option!r}: {meaning}")
         if option in options and not isinstance(options[option], parameters[option].annotation):
             raise InputError(f"reward {name!r}: option {option!r} is {options[option]!r}; expected {meaning}")
-    return cast(Reward, make(device=device, **options))
+    return make
 
 
 def _load_own(name: str, options: Options, device: torch.device) -> Reward:
@@ -177,7 +121,8 @@ def _load_own(name: str, options: Options, device: torch.device) -> Reward:
     return cast(Reward, _bind(found, options) if options else found)
 
 
-def _import(name: str) -> Any:
+def _module_name(name: str) -> str:
+    """The module of ``module:attribute``, which can be found from here on."""
     module_name, _, attribute = name.partition(":")
     if not all(part.isidentifier() for part in (*module_name.split("."), attribute)):
         raise InputError(
@@ -187,19 +132,28 @@ def _import(name: str) -> Any:
     # A console script does not see the folder it is run from, where a user's own module usually lies.
     if os.getcwd() not in sys.path and "" not in sys.path:
         sys.path.append(os.getcwd())
+    return module_name
+
+
+def _not_imported(name: str, error: Exception) -> InputError:
+    return InputError(
+        f"reward {name!r}: importing {name.partition(':')[0]!r} raised {type(error).__name__}: {error};"
+        " expected a module on the import path or in the current folder"
+    )
+
+
+def _import(name: str) -> Any:
+    module_name, attribute = _module_name(name), name.partition(":")[2]
     try:
         module = importlib.import_module(module_name)
     except Exception as error:
-        raise InputError(
-            f"reward {name!r}: importing {module_name!r} raised {type(error).__name__}: {error}; expected a "
-            "module on the import path or in the current folder"
-        ) from error
+        raise _not_imported(name, error) from error
     members = vars(module)
     if attribute not in members:
         public = [member for member in members if not member.startswith("_")]
         raise InputError(
             f"reward {name!r}: module {module_name!r} ({module.__file__}) has no {attribute!r}"
-            f"{_nearest(attribute, public)}"
+            f"{meant(attribute, public)}"
         )
     return members[attribute]
 
@@ -249,8 +203,3 @@ def _bind(function: Callable[..., Any], options: Options) -> Callable[..., Any]:
     left = [parameter for parameter in signature.parameters.values() if parameter.name not in options]
     vars(reward)["__signature__"] = signature.replace(parameters=left)
     return reward
-
-
-def _nearest(name: str, known: Collection[str]) -> str:
-    close = difflib.get_close_matches(name, known, n=1)
-    return f" (did you mean {close[0]!r}?)" if close else ""

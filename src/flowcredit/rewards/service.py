@@ -17,7 +17,7 @@ from pydantic import Field, ValidationError
 from torch import Tensor
 
 from flowcredit.errors import InputError
-from flowcredit.rewards.endpoint import Endpoint, ServiceError
+from flowcredit.rewards.endpoint import Endpoint, ServiceError, brief
 from flowcredit.scoring import PartialFailure
 from flowcredit.sections import NonNegative, Number, Section, Text, Whole
 
@@ -125,7 +125,9 @@ def columns_signature(
     """
     for name in (*required, *optional):
         if not name.isidentifier() or iskeyword(name) or name in ("images", "prompts"):
-            raise InputError(f"{source} asks for the column {name!r}; expected a word that Python can name")
+            raise InputError(
+                f"{source} asks for the column {brief(repr(name))}; expected a word that Python can name"
+            )
     kind = inspect.Parameter
     parameters = [kind(name, kind.KEYWORD_ONLY) for name in ("images", "prompts", *dict.fromkeys(required))]
     parameters += [

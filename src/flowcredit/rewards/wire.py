@@ -6,6 +6,7 @@ Axes: B images, H and W their height and width.
 import base64
 import binascii
 import io
+import struct
 from collections.abc import Sequence
 from typing import Any
 
@@ -18,6 +19,8 @@ from flowcredit.image_grid import to_pixels
 from flowcredit.rewards.endpoint import ServiceError, brief, finite_number
 
 PROTOCOL = "flowcredit-reward/1"
+MAX_IMAGE_PIXELS = 1 << 26
+"""Pixels of one image, 8192 x 8192."""
 MAX_PIXELS = 1 << 27
 """Pixels of all images of one request, 1.5 GiB as float32: a PNG of few bytes may unfold to more."""
 
@@ -62,12 +65,35 @@ def decode_images(texts: Sequence[str]) -> Tensor:
 
 def _open(text: str, index: int) -> Image.Image:
     try:
-        image = Image.open(io.BytesIO(base64.b64decode(text, validate=True)), formats=["PNG"])
-    except (binascii.Error, OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
+        content = base64.b64decode(text, validate=True)
+        _check_head(content, index)
+        image = Image.open(io.BytesIO(content), formats=["PNG"])
+    except (binascii.Error, OSError, SyntaxError, struct.error) as error:
         raise ValueError(f"images.{index} is no PNG in base64 ({brief(str(error))})") from None
     if image.mode != "RGB":
         raise ValueError(f"images.{index} has the mode {image.mode}; expected 8-bit RGB")
     return image
+
+
+def _check_head(content: bytes, index: int) -> None:
+    """Before any of a PNG is unfolded: its size and kind of pixels, and whether it is one image.
+
+    From its chunks (ISO/IEC 15948), each a length, a name, so many bytes and a checksum.
+    """
+    width, height, depth = struct.unpack_from(">IIB", content, 16)
+    if content[:8] != b"\x89PNG\r\n\x1a\n" or content[12:16] != b"IHDR":
+        raise OSError("another format")
+    if width * height > MAX_IMAGE_PIXELS:
+        raise ValueError(
+            f"images.{index} has {width} x {height} pixels; expected at most {MAX_IMAGE_PIXELS:,}"
+        )
+    if depth > 8:
+        raise ValueError(f"images.{index} has {depth} bits a colour; expected 8-bit RGB")
+    place = 8
+    while place + 8 <= len(content) and (name := content[place + 4 : place + 8]) != b"IDAT":
+        if name == b"acTL":
+            raise ValueError(f"images.{index} is an animation; expected one image")
+        place += 12 + int.from_bytes(content[place : place + 4], "big")
 
 
 def read_scores(answer: Any, count: int, url: str) -> list[float | None]:
@@ -78,17 +104,21 @@ def read_scores(answer: Any, count: int, url: str) -> list[float | None]:
     """
     scores = answer.get("scores") if isinstance(answer, dict) else None
     if not isinstance(scores, list):
-        raise ServiceError(f"{url}: answered {_shown(answer)}; expected an object with a list 'scores'")
+        raise ServiceError(f"{url}: answered {shown(answer)}; expected an object with a list 'scores'")
     if len(scores) != count:
         raise ServiceError(f"{url}: answered {len(scores)} scores for {count} images; expected {count}")
     numbers = [finite_number(score) for score in scores]
     for index, score in enumerate(scores):
         if score is not None and numbers[index] is None:
             raise ServiceError(
-                f"{url}: scores.{index} is {_shown(score)}; expected a finite number, or null for no score"
+                f"{url}: scores.{index} is {shown(score)}; expected a finite number, or null for no score"
             )
     return numbers
 
 
-def _shown(value: Any) -> str:
-    return brief(repr(value)[:400], 80)
+def shown(value: Any) -> str:
+    """What a service answered, cut to fit a message."""
+    try:
+        return brief(repr(value)[:400], 80)
+    except RecursionError:
+        return "lists within lists"

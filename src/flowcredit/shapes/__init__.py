@@ -1,9 +1,9 @@
 """The bundled world: coloured shapes on dark ground, with a flow model, a checker and a CLIP of its own."""
 
-import difflib
 from pathlib import Path
 
 from flowcredit.errors import InputError
+from flowcredit.nearest import nearest
 
 ASSETS = Path(__file__).parent / "assets"
 BUNDLED = {
@@ -18,13 +18,12 @@ BUNDLED = {
 def bundled_path(name: str) -> Path:
     """The file or folder that a ``bundled:...`` name stands for; any other name is taken as a path.
 
-    Raises InputError for a bundled name that does not exist, with the nearest that does.
+    Raises InputError for a bundled name that does not exist, with one that is near and does.
     """
     if not name.startswith("bundled:"):
         return Path(name)
     if name not in BUNDLED:
-        near = difflib.get_close_matches(name, BUNDLED, n=1, cutoff=0.0)[0]
-        raise InputError(
-            f"nothing is bundled as {name!r}; did you mean {near!r}? There are {', '.join(BUNDLED)}"
-        )
+        near = nearest(name.removeprefix("bundled:"), [known.removeprefix("bundled:") for known in BUNDLED])
+        meant = f"did you mean 'bundled:{near}'? There" if near else "there"
+        raise InputError(f"nothing is bundled as {name!r}; {meant} are {', '.join(BUNDLED)}")
     return ASSETS / BUNDLED[name]

@@ -1,0 +1,49 @@
+"""Ctrl-C while weights change: held back until nothing can be lost, and agreed on by all processes."""
+
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+
+from flowcredit.distributed import World
+
+
+class Interrupt:
+    """Ctrl-C, held back while weights change: the first asks the loop to stop, the second stops at once.
+
+    Of several processes none stops before all have agreed to, between two iterations.
+    """
+
+    def __init__(self, world: World) -> None:
+        self.asked = False
+        self.world = world
+
+    def __call__(self, number: int, frame: FrameType | None) -> None:
+        if self.asked and self.world.size == 1:
+            raise KeyboardInterrupt
+        self.asked = True
+
+    def check(self) -> None:
+        """Stop here if it was asked for: nothing is lost at this point."""
+        if self.asked and self.world.size == 1:
+            raise KeyboardInterrupt
+
+    def agree(self) -> None:
+        """Stop here, all processes together, if any was asked to."""
+        if any(self.world.largest([int(self.asked)])):
+            raise KeyboardInterrupt
+
+
+@contextmanager
+def holding_interrupts(world: World) -> Iterator[Interrupt]:
+    """Ctrl-C goes to the `Interrupt`, while entered; nowhere but in the main thread."""
+    held = Interrupt(world)
+    try:
+        before = signal.signal(signal.SIGINT, held)
+    except ValueError:  # Signals belong to the main thread; elsewhere there is no Ctrl-C to hold.
+        yield held
+        return
+    try:
+        yield held
+    finally:
+        signal.signal(signal.SIGINT, before)
