@@ -97,7 +97,20 @@ CANDIDATES: tuple[Any, ...] = (
     *(True, False, 7, 2, 1, 3, 4, 5, 6, 8, 24, 64, 0.5, 0.25, 0.9, 1.5, [1], [0], [2], [0.5, 0.5]),
     *("other", "other:place", "t/2", ["vae"], ["to_q"], {"a": 1}, "lora", "guarded", "noise", "rewards"),
     *("no", "skip", "sharded", "scheduler", "cps", "float32", "linear", "accumulated", "per_step", "state"),
-    *("step", "branch", "mean", "separate", "shared", "prompt", "random", "stay", "batch", "group", "file"),
+    *(
+        "stop",
+        "step",
+        "branch",
+        "mean",
+        "separate",
+        "shared",
+        "prompt",
+        "random",
+        "stay",
+        "batch",
+        "group",
+        "file",
+    ),
 )
 
 

@@ -37,9 +37,9 @@ def export_weights(
     folder for ``load_lora_weights``, with rank and alpha in the file, without which diffusers takes
     alpha = rank and the LoRA has another strength.
 
-    Equal weights give equal bytes. The folder appears whole or not at all. Raises InputError where the disk is
-    full, where the folder exists with files in it, unless ``overwrite``, and always if it is the folder that
-    the model was loaded from.
+    Equal weights give equal bytes. The folder appears whole or not at all. Raises InputError where the disk
+    is full, where the folder exists with files in it, unless ``overwrite``, and always if it is the folder
+    that the model was loaded from.
     """
     target = Path(folder)
     if target.resolve() == model.source.resolve():
