@@ -5,6 +5,7 @@ import os
 import shutil
 import subprocess
 import sys
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,7 @@ from hypothesis import strategies as st
 from rich.console import Console
 from safetensors.torch import load_file
 
-from flowcredit import trainer
+from flowcredit import distributed, trainer
 from flowcredit.config import Recipe
 from flowcredit.distributed import World, join
 from flowcredit.errors import InputError
@@ -205,3 +206,15 @@ def test_without_torchrun_there_is_one_process() -> None:
     assert (world.rank, world.size, world.first) == (0, 1, True)
     assert world.told({"a": 1}) == [{"a": 1}]
     assert world.largest([3, 1]) == world.summed([3, 1]) == [3, 1]
+
+
+@given(sizes=st.lists(st.integers(1, 12), max_size=20))
+def test_messages_hold_every_gradient_once_and_are_bounded(sizes: list[int]) -> None:
+    grads = [torch.full((size,), float(place)) for place, size in enumerate(sizes)]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(distributed, "MESSAGE", 10)
+        sent = list(distributed.messages(grads))
+    assert [id(grad) for part in sent for grad in part] == [id(grad) for grad in grads]
+    assert all(sum(grad.numel() for grad in part) <= 10 or len(part) == 1 for part in sent)
+    joined = [a + b for a, b in pairwise([sum(grad.numel() for grad in part) for part in sent])]
+    assert all(size > 10 for size in joined), "two messages that would have been one"

@@ -14,6 +14,8 @@ PACKAGE = ROOT / "src" / "flowcredit"
 
 FLOORS = (
     ("errors", "visible", "nearest"),
+    ("processes",),
+    ("heartbeat",),
     ("distributed", "background"),
     ("sharding", "interrupts"),
     (
@@ -45,7 +47,7 @@ FLOORS = (
     ("interfaces",),
     ("algorithms",),
     ("rollout", "scoring", "memory", "costs"),
-    ("models", "rewards"),
+    ("models", "rewards", "scaling"),
     ("objectives", "demands", "leaf_scoring", "readiness"),
     ("neighbours", "preference"),
     ("weights", "checkpoint", "update", "run_folder", "export", "comparison"),
@@ -58,7 +60,7 @@ FLOORS = (
     ("report", "calibrate", "check"),
     ("recovery",),
     ("trainer", "serving", "compare"),
-    ("api", "cli_inputs", "plan_command"),
+    ("api", "cli_inputs", "plan_command", "launch"),
     ("checkpoint_export", "replay"),
     ("tool_commands",),
     ("cli",),
@@ -69,6 +71,9 @@ FLOORS = (
 FLOOR = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
 LIGHT = (
     "errors",
+    "processes",
+    "launch",
+    "scaling",
     "visible",
     "text_file",
     "yaml_lines",
@@ -200,6 +205,8 @@ LIGHT_COMMANDS = (
     ["settings"],
     ["serve-reward", "--help"],
     ["compare", "--help"],
+    ["launch", "--help"],
+    ["plan", str(ROOT / "recipes" / "flux1_dev_g2rpo_hps.yaml"), "--gpus", "64"],
     ["train", "no_such_recipe.yaml"],
 )
 

@@ -1,7 +1,8 @@
 """The policy update: shared velocities change nothing, settings do what they say, faults are refused."""
 
 import math
-from typing import Literal
+from collections.abc import Sequence
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from torch import Tensor
 
 from flowcredit.algorithms import g2rpo
 from flowcredit.config import TrainSettings
+from flowcredit.distributed import World
 from flowcredit.errors import InputError
 from flowcredit.faults import NonFinite
 from flowcredit.methods import G2RPOSettings
@@ -178,3 +180,35 @@ def test_learning_rate(schedule: Schedule, expected: list[float]) -> None:
     settings = TrainSettings(iterations=6, warmup_iterations=2, lr_schedule=schedule, learning_rate=0.01)
     rates = [learning_rate(settings, iteration) for iteration in range(6)]
     assert rates == pytest.approx([0.01 * share for share in expected])
+
+
+class Twin(World):
+    """This process and one like it, which has called the network once more often."""
+
+    def largest(self, values: Sequence[int]) -> list[int]:
+        return list(values)
+
+    def summed(self, values: Sequence[int]) -> list[int]:
+        return [2 * value for value in values]
+
+    def sum_gradients(self, parameters: Sequence[torch.nn.Parameter]) -> None:
+        return None
+
+    def told(self, value: Any) -> list[Any]:
+        return [value, [*value[:4], value[4] + 1]] if isinstance(value, list) else [value, value]
+
+
+def test_a_process_that_calls_the_network_more_often_is_found() -> None:
+    model = mixture()
+    done, advantages = roll(model)
+    settings = TrainSettings.model_validate({"mixed_precision": "no"})
+    with pytest.raises(AssertionError, match="processes do not call the network equally often"):
+        update_policy(
+            model,
+            model.encode(PROMPTS),
+            policy_sets(done.transitions, advantages, KERNEL, settings),
+            torch.optim.SGD(model.network.parameters(), lr=0.1),
+            settings,
+            lambda: None,
+            world=Twin(0, 2),
+        )

@@ -2,7 +2,6 @@
 
 import errno
 import os
-import shlex
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -10,9 +9,18 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from flowcredit import processes
 from flowcredit.cli_inputs import (
     INTERRUPTED,
+    Gpus,
+    GpusPerMachine,
+    LinkGbs,
+    NetworkGbs,
     Overrides,
+    PeakTflops,
+    Processes,
+    Utilisation,
+    assumptions,
     check_run,
     chosen_prompts,
     only_overrides,
@@ -21,9 +29,9 @@ from flowcredit.cli_inputs import (
     refuse_existing_run,
     say_how_to_resume,
 )
-from flowcredit.errors import InputError
+from flowcredit.errors import InputError, SharedError
 from flowcredit.published import PUBLISHED, published_table
-from flowcredit.tool_commands import check, compare, export, replay, serve_reward
+from flowcredit.tool_commands import check, compare, export, launch, replay, serve_reward
 from flowcredit.visible import visible, visible_lines
 
 BAD_INPUT = 2
@@ -44,11 +52,15 @@ RecipeOrRun = Annotated[
 
 
 def main() -> None:
-    """The program: bad input is one line on stderr and exit code 2."""
+    """The program: bad input is one line on stderr and exit code 2; of several processes one tells it."""
+    processes.register()
     try:
         app()
     except InputError as error:
-        print(f"flowcredit: {visible(str(error))}", file=sys.stderr)
+        if isinstance(error, SharedError) or processes.size() == 1:
+            print(f"flowcredit: {visible(str(error))}", file=sys.stderr)
+        else:
+            _tell_for_all(str(error))
         sys.exit(error.exit_code)
     except OSError as error:
         # Of the user's disk: a full one, a folder that may not be written, a file where a folder should be.
@@ -57,6 +69,14 @@ def main() -> None:
         where = visible(str(error.filename or "writing"))
         print(f"flowcredit: {where}: {error.strerror}", file=sys.stderr)
         sys.exit(BAD_INPUT)
+
+
+def _tell_for_all(line: str) -> None:
+    from flowcredit.heartbeat import speaks_before_joining
+
+    if speaks_before_joining(line):
+        who = processes.named(processes.number("RANK", 0), processes.size())
+        print(f"flowcredit: {who}: {visible(line)}", file=sys.stderr)
 
 
 def _show_version(wanted: bool) -> None:
@@ -138,8 +158,9 @@ def train(
     except InputError as error:
         if not (run_dir / "recipe.yaml").is_file():
             raise
-        then = f"{error}; then: flowcredit train --resume {shlex.quote(str(run_dir))}"
-        raise InputError.of_code(then, error.exit_code) from error
+        then = f"{error}; then: {processes.resume_command(run_dir)}"
+        kind = SharedError if isinstance(error, SharedError) else InputError
+        raise kind.of_code(then, error.exit_code) from error
 
 
 @app.command()
@@ -226,22 +247,19 @@ def plan(
     source: RecipeOrRun,
     overrides: Overrides = None,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object instead of tables.")] = False,
-    processes: Annotated[
-        int | None,
-        typer.Option(
-            metavar="N",
-            min=1,
-            max=100_000,
-            help="Processes under torchrun; memory is then that of each. 1, or 2 where weights are sharded.",
-            show_default=False,
-        ),
-    ] = None,
+    processes: Processes = None,
+    gpus: Gpus = None,
+    peak_tflops: PeakTflops = None,
+    utilisation: Utilisation = None,
+    link_gbs: LinkGbs = None,
+    network_gbs: NetworkGbs = None,
+    gpus_per_machine: GpusPerMachine = None,
 ) -> None:
     """Show a recipe's rollout tree, what an iteration costs, what is trained, how much memory it will take.
 
     Nothing is loaded or run: parameters and memory come from the model's configs and the headers of its
     files, or from its published config where it is not there yet. What cannot work is refused, what is
-    not there yet is listed.
+    not there yet is listed. --gpus adds what several GPUs would give, derived from counts and assumed speeds.
 
     [cyan]flowcredit plan recipes/shapes_g2rpo.yaml[/cyan]
 
@@ -250,7 +268,15 @@ def plan(
     settings, _ = open_source(source, overrides)
     from flowcredit.plan_command import plan_command
 
-    typer.echo(visible_lines(plan_command(settings, as_json, processes)))
+    given = {
+        "peak_tflops": peak_tflops,
+        "utilisation": utilisation,
+        "link_gbs": link_gbs,
+        "network_gbs": network_gbs,
+        "gpus_per_machine": gpus_per_machine,
+    }
+    assumed = assumptions(gpus, given)
+    typer.echo(visible_lines(plan_command(settings, as_json, processes, gpus, assumed)))
 
 
 @app.command()
@@ -334,6 +360,7 @@ def settings() -> None:
         typer.echo(f"{each.setting} = {default}\n    {each.description}")
 
 
+app.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})(launch)
 app.command()(check)
 app.command()(compare)
 app.command()(export)

@@ -1,18 +1,22 @@
 """What the commands make of their arguments, and how they refuse them."""
 
-import shlex
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from flowcredit.errors import InputError
+from flowcredit.processes import resume_command
 from flowcredit.visible import visible
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from flowcredit.config import Recipe
     from flowcredit.prompts import PromptSet
     from flowcredit.run_folder import RunFolder
+    from flowcredit.scaling import Assumptions
 
 INTERRUPTED = 130
 
@@ -26,6 +30,60 @@ Overrides = Annotated[
 ]
 
 
+Processes = Annotated[
+    int | None,
+    typer.Option(
+        metavar="N",
+        min=1,
+        max=100_000,
+        help="Processes; memory is then that of each. 1, or 2 where weights are sharded, or as --gpus.",
+        show_default=False,
+    ),
+]
+Gpus = Annotated[
+    int | None,
+    typer.Option(metavar="N", min=1, max=100_000, help="Derive what N GPUs would give.", show_default=False),
+]
+PeakTflops = Annotated[
+    float | None,
+    typer.Option(metavar="X", min=0.001, help="Assumed of a GPU, in bf16; 989.", show_default=False),
+]
+Utilisation = Annotated[
+    float | None,
+    typer.Option(metavar="X", min=0.001, max=1, help="Assumed share of the peak; 0.4.", show_default=False),
+]
+LinkGbs = Annotated[
+    float | None,
+    typer.Option(
+        metavar="X", min=0.001, help="Assumed GB/s between GPUs of a machine; 450.", show_default=False
+    ),
+]
+NetworkGbs = Annotated[
+    float | None,
+    typer.Option(metavar="X", min=0.001, help="Assumed GB/s a GPU between machines; 50.", show_default=False),
+]
+GpusPerMachine = Annotated[
+    int | None, typer.Option(metavar="N", min=1, help="GPUs of one machine; 8.", show_default=False)
+]
+
+
+def assumptions(gpus: int | None, given: "Mapping[str, float | None]") -> "Assumptions":
+    """The assumed speeds, by default where none is given. InputError for one without ``gpus``."""
+    from flowcredit.scaling import Assumptions
+
+    chosen = {name: value for name, value in given.items() if value is not None}
+    if chosen and gpus is None:
+        raise InputError(f"--{next(iter(chosen)).replace('_', '-')} is for --gpus, which is not given")
+    default = Assumptions()
+    return Assumptions(
+        peak_tflops=chosen.get("peak_tflops", default.peak_tflops),
+        utilisation=chosen.get("utilisation", default.utilisation),
+        link_gbs=chosen.get("link_gbs", default.link_gbs),
+        network_gbs=chosen.get("network_gbs", default.network_gbs),
+        gpus_per_machine=int(chosen.get("gpus_per_machine", default.gpus_per_machine)),
+    )
+
+
 def only_overrides(first: str | None, others: list[str] | None) -> list[str]:
     """With --resume there is no recipe to name: the first argument is an override like the others."""
     if first is not None and "=" not in first:
@@ -36,11 +94,10 @@ def only_overrides(first: str | None, others: list[str] | None) -> list[str]:
 
 
 def say_how_to_resume(run_dir: Path) -> None:
-    if run_dir.is_dir():
-        advice = f"go on with: flowcredit train --resume {shlex.quote(str(run_dir))}"
-    else:
-        advice = "the run had not begun"
-    typer.echo(f"\nInterrupted; no finished iteration is lost; {visible(advice)}", err=True)
+    began = run_dir.is_dir()
+    advice = f"go on with: {resume_command(run_dir)}" if began else "the run had not begun"
+    if os.environ.get("RANK", "0") == "0":
+        typer.echo(f"\nInterrupted; no finished iteration is lost; {visible(advice)}", err=True)
     raise typer.Exit(INTERRUPTED)
 
 
@@ -66,11 +123,7 @@ def check_run(path: Path) -> "RunFolder":
 
 
 def refuse_existing_run(run_dir: Path) -> None:
-    resume = (
-        f"go on with it by flowcredit train --resume {shlex.quote(str(run_dir))}, or "
-        if run_dir.is_dir()
-        else ""
-    )
+    resume = f"go on with it by {resume_command(run_dir)}, or " if run_dir.is_dir() else ""
     refuse_existing(run_dir, f"a run is not written over; {resume}give this one another name by name=...")
 
 

@@ -79,8 +79,15 @@ class Monitor:
     """
 
     def __init__(
-        self, console: Console, total: int, done: int, line_every: int, compiles: bool = False
+        self,
+        console: Console,
+        total: int,
+        done: int,
+        line_every: int,
+        compiles: bool = False,
+        told: Callable[[str, int], None] = lambda stage, iteration: None,
     ) -> None:
+        self.told = told
         self._uncompiled = set(COMPILED) if compiles else set()
         self.console, self.total, self.done, self.line_every = console, total, done, line_every
         self._began, self._first = time.monotonic(), done
@@ -108,7 +115,8 @@ class Monitor:
         self._progress.stop()
 
     def stage(self, name: str, total: int) -> None:
-        """A new stage of the current iteration begins."""
+        """A new stage of the current iteration begins; ``told`` hears of it, and of the iteration."""
+        self.told(name, self.done + 1)
         if self._stage is not None:
             self._progress.remove_task(self._stage)
         if name in self._uncompiled:

@@ -1,5 +1,7 @@
 """The one exception that stands for a mistake in what the user gave, not in this code."""
 
+from typing import Self
+
 
 class InputError(ValueError):
     """Bad input: a recipe, a prompt file, a checkpoint or a command line that cannot be used.
@@ -11,11 +13,15 @@ class InputError(ValueError):
     exit_code = 2
 
     @classmethod
-    def of_code(cls, message: str, exit_code: int) -> "InputError":
+    def of_code(cls, message: str, exit_code: int) -> Self:
         """An error that ends the program with another exit code."""
         error = cls(message)
         error.exit_code = exit_code
         return error
+
+
+class SharedError(InputError):
+    """Bad input that one of several processes found, and tells for all: the others keep quiet."""
 
 
 def one_line(text: object) -> str:

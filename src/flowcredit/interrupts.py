@@ -6,6 +6,7 @@ from contextlib import contextmanager
 from types import FrameType
 
 from flowcredit.distributed import World
+from flowcredit.processes import ending
 
 
 class Interrupt:
@@ -15,7 +16,7 @@ class Interrupt:
     """
 
     def __init__(self, world: World) -> None:
-        self.asked = False
+        self.asked = self.agreed = False
         self.world = world
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
@@ -31,6 +32,9 @@ class Interrupt:
     def agree(self) -> None:
         """Stop here, all processes together, if any was asked to."""
         if any(self.world.largest([int(self.asked)])):
+            self.agreed = True
+            if self.world.size > 1:
+                ending()
             raise KeyboardInterrupt
 
 
@@ -46,4 +50,6 @@ def holding_interrupts(world: World) -> Iterator[Interrupt]:
     try:
         yield held
     finally:
-        signal.signal(signal.SIGINT, before)
+        # A Ctrl-C that reaches one of several processes after the others' must not cut its ending short.
+        if world.size == 1 or not held.agreed:
+            signal.signal(signal.SIGINT, before)

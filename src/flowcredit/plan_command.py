@@ -4,7 +4,7 @@ import json
 from dataclasses import asdict
 from typing import Any
 
-from flowcredit import algorithms
+from flowcredit import algorithms, scaling
 from flowcredit.config import Recipe
 from flowcredit.errors import InputError
 from flowcredit.memory.estimate import Estimate, Part, estimate
@@ -16,19 +16,33 @@ LOOKED_AT = 1000
 """Iterations whose trees are compared."""
 
 
-def plan_command(recipe: Recipe, as_json: bool, asked: int | None = None) -> str:
-    """The text, or one JSON object. Raises InputError for what would be refused once it is loaded."""
+def plan_command(
+    recipe: Recipe,
+    as_json: bool,
+    asked: int | None = None,
+    gpus: int | None = None,
+    assumed: scaling.Assumptions | None = None,
+) -> str:
+    """The text, or one JSON object; with ``gpus`` also what so many would give.
+
+    Raises InputError for what would be refused once it is loaded.
+    """
     missing = look_over(recipe)
-    processes = _processes(recipe, asked)
+    processes = _processes(recipe, gpus if asked is None else asked)
     method = algorithms.build(recipe.algorithm, recipe.seed)
     tree = method.plan
     found = estimate(recipe, processes)
+    assumed = assumed or scaling.Assumptions()
+    counted = None if gpus is None else scaling.counts(recipe, found)
     if as_json:
         known = _as_object(recipe, method, found) | {
             "processes": processes,
             "not_there": missing,
             "notes": notes(recipe),
         }
+        if counted is not None and gpus is not None:
+            rows = scaling.table(counted, gpus, assumed)
+            known["derived"] = {"assumed": asdict(assumed), "gpus": [asdict(row) for row in rows]}
         return json.dumps(known, indent=2)
     lines = [describe(tree)]
     if tree.trajectory_evaluations is not None:
@@ -40,10 +54,18 @@ def plan_command(recipe: Recipe, as_json: bool, asked: int | None = None) -> str
     lines += _changes(recipe, method)
     lines += ["", *_cost_table(recipe, method), ""]
     lines += [*_memory_lines(recipe, found, processes), *(("", *notes(recipe)) if notes(recipe) else ())]
+    if gpus is not None:
+        lines += ["", *_scaling_lines(counted, gpus, assumed)]
     if missing:
         lines += ["", "not there yet; check and train refuse the recipe without:"]
         lines += [f"  {line}" for line in missing]
     return "\n".join(lines)
+
+
+def _scaling_lines(counted: scaling.Counts | None, gpus: int, assumed: scaling.Assumptions) -> list[str]:
+    if counted is None:
+        return [f"what {gpus} GPUs would give is not known: this network is not known here"]
+    return scaling.lines(counted, gpus, assumed)
 
 
 def _processes(recipe: Recipe, asked: int | None) -> int:

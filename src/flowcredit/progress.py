@@ -15,6 +15,7 @@ from flowcredit.checkpoint import (
 )
 from flowcredit.config import Recipe
 from flowcredit.distributed import ALONE, World
+from flowcredit.processes import finishing
 from flowcredit.run_folder import RunFolder
 from flowcredit.sharding import parted, whole
 from flowcredit.standing import best_iterations
@@ -90,7 +91,8 @@ def save(folder: RunFolder, progress: Progress, recipe: Recipe) -> None:
     }
     keep = recipe.checkpoint
     best = best_iterations(folder, reward_weights(recipe), kept_best(recipe))
-    save_checkpoint(folder.checkpoints, progress.iteration, groups, state, keep.keep_last, best)
+    with finishing():
+        save_checkpoint(folder.checkpoints, progress.iteration, groups, state, keep.keep_last, best)
 
 
 def reward_weights(recipe: Recipe) -> dict[str, float]:

@@ -1,5 +1,5 @@
 """Commands beside a run, their words alone: `check` is done by ``flowcredit.check``, `serve-reward` by
-``flowcredit.serving``, `compare` by ``flowcredit.compare``."""
+``flowcredit.serving``, `compare` by ``flowcredit.compare``, `launch` by ``flowcredit.launch``."""
 
 from pathlib import Path
 from typing import Annotated
@@ -225,3 +225,44 @@ def compare(
         raise typer.Exit(INTERRUPTED) from None
     if not well:
         raise typer.Exit(1)
+
+
+def launch(
+    words: Annotated[
+        list[str],
+        typer.Argument(metavar="train ...", help="The command of every process.", show_default=False),
+    ],
+    nproc: Annotated[
+        int, typer.Option("--nproc", metavar="N", min=1, max=1024, help="Processes here, one for each GPU.")
+    ],
+    nnodes: Annotated[int, typer.Option(metavar="N", min=1, max=65536, help="Machines.")] = 1,
+    rdzv_endpoint: Annotated[
+        str | None,
+        typer.Option(
+            metavar="HOST:PORT", help="Where machines meet: the first, on all of them.", show_default=False
+        ),
+    ] = None,
+    rdzv_id: Annotated[
+        str | None,
+        typer.Option(
+            metavar="WORD", help="Of this run, where several meet at one endpoint.", show_default=False
+        ),
+    ] = None,
+) -> None:
+    """Train on several devices: start the processes, as torchrun does, and end all of them as one.
+
+    An error is told once, with the process that it is of. Ctrl-C finishes the iteration and saves; a second
+    ends at once.
+
+    [cyan]flowcredit launch --nproc 8 train recipes/flux1_dev_g2rpo_hps.yaml[/cyan]
+
+    [cyan]flowcredit launch --nproc 8 train --resume runs/flux1-dev-g2rpo-hps[/cyan]
+
+    [cyan]flowcredit launch --nproc 8 --nnodes 2 --rdzv-endpoint first:29500 train my.yaml[/cyan]
+    """
+    from flowcredit.launch import Place
+    from flowcredit.launch import launch as start
+
+    code = start(words, Place(nproc, nnodes, rdzv_endpoint, rdzv_id))
+    if code:
+        raise typer.Exit(code)

@@ -95,6 +95,7 @@ def _owned(folder: RunFolder, world: World) -> AbstractContextManager[None]:
 
 def _run(setup: Setup, folder: RunFolder, progress: Progress, console: Console) -> None:
     recipe, world = setup.recipe, progress.world
+    world.note_run(folder.path)
     introduce(setup, folder.path, console)
     guard = guard_of(folder, recipe.guard, reward_weights(recipe), progress.iteration)
     with (
@@ -104,6 +105,7 @@ def _run(setup: Setup, folder: RunFolder, progress: Progress, console: Console) 
             progress.iteration,
             recipe.logging.every,
             recipe.model.compile,
+            world.note,
         ) as monitor,
         holding_interrupts(world) as held,
     ):
@@ -115,6 +117,8 @@ def _run(setup: Setup, folder: RunFolder, progress: Progress, console: Console) 
             together = world.size == 1 or isinstance(stop, KeyboardInterrupt)
             if together and progress.iteration > progress.saved:
                 save(folder, progress, recipe)
+            if together:
+                world.wait()  # For the checkpoint: who starts the processes ends all after the first.
             if isinstance(stop, FaultError):
                 raise type(stop)(with_fault(run, stop), stop.fault) from stop
             raise

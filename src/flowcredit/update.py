@@ -64,6 +64,18 @@ class _Rows:
         return _Rows(self.rows.part(first, last), max(0, min(self.real, last) - first))
 
 
+@dataclass
+class _Asked:
+    """The model, and how often its network was called: equally often in every process."""
+
+    model: FlowModel
+    calls: int = 0
+
+    def velocity(self, x: Tensor, sigma: Tensor, cond: Conditioning) -> Tensor:
+        self.calls += 1
+        return self.model.velocity(x, sigma, cond)
+
+
 def update_policy(
     model: FlowModel,
     cond: Conditioning,
@@ -87,9 +99,9 @@ def update_policy(
     counted in ``skipped_steps``. Raises InputError where, in float32, the ratio strays from 1 before the
     first step.
     """
-    size = settings.micro_batch_size
+    size, asked = settings.micro_batch_size, _Asked(model)
     chosen, totals = _chosen(sets, world, own)
-    chosen = [_with_reference(model, cond, each, size, reference) for each in chosen]
+    chosen = [_with_reference(asked, cond, each, size, reference) for each in chosen]
     every = range(len(sets))
     scale = loss_scale(_parameters(optimizer), world)
     seen: list[tuple[int, Metrics]] = []
@@ -101,11 +113,11 @@ def update_policy(
             continue
         total = sum(totals[n] for n in together)
         chunks = list(_chunks([chosen[n] for n in together], size))
-        loss_here, seen_here = _gradients(model, cond, chunks, total, scale)
+        loss_here, seen_here = _gradients(asked, cond, chunks, total, scale)
         norm = _norm(optimizer, settings, world)
         if not math.isfinite(norm):
             optimizer.zero_grad(set_to_none=True)
-            on_fault(_found_fault(model, cond, chunks, total, optimizer, world))
+            on_fault(_found_fault(asked, cond, chunks, total, optimizer, world))
             skipped += 1
             continue
         losses, seen, spent = losses + loss_here, seen + seen_here, spent + total
@@ -117,12 +129,12 @@ def update_policy(
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         after_step()
-    found = _metrics(world, seen, losses, spent, norms, on_policy)
+    found = _metrics(world, seen, losses, spent, norms, on_policy, asked.calls)
     return found | {"skipped_steps": skipped} if norms or skipped else found
 
 
 def _gradients(
-    model: FlowModel, cond: Conditioning, chunks: Sequence[Sequence[_Rows]], total: int, scale: int
+    model: _Asked, cond: Conditioning, chunks: Sequence[Sequence[_Rows]], total: int, scale: int
 ) -> tuple[float, list[tuple[int, Metrics]]]:
     """Add up this process's gradients of the chunks; the sum of the loss over entries, and what to watch."""
     loss_sum = 0.0
@@ -138,7 +150,7 @@ def _gradients(
 
 
 def _found_fault(
-    model: FlowModel,
+    model: _Asked,
     cond: Conditioning,
     chunks: Sequence[Sequence[_Rows]],
     total: int,
@@ -215,7 +227,7 @@ def _norm(optimizer: torch.optim.Optimizer, settings: TrainSettings, world: Worl
 
 @torch.no_grad()
 def _with_reference(
-    model: FlowModel, cond: Conditioning, chosen: _Rows, size: int, reference: Reference | None
+    model: _Asked, cond: Conditioning, chosen: _Rows, size: int, reference: Reference | None
 ) -> _Rows:
     if not chosen.rows.needs_reference or not len(chosen.rows.x):
         return chosen
@@ -225,7 +237,7 @@ def _with_reference(
     return _Rows(chosen.rows.with_reference(torch.cat(parts)), chosen.real)
 
 
-def _velocities(model: FlowModel, cond: Conditioning, chunk: Sequence[TrainingSet]) -> list[Tensor]:
+def _velocities(model: _Asked, cond: Conditioning, chunk: Sequence[TrainingSet]) -> list[Tensor]:
     """Velocities of every set of the chunk in one evaluation, each [N, S, *D]."""
     x, sigma, prompts = _states(chunk)
     v = model.velocity(x, sigma, rows_of(cond, prompts))
@@ -298,6 +310,7 @@ def _metrics(
     spent: int,
     norms: Sequence[float],
     on_policy: float | None,
+    calls: int,
 ) -> UpdateMetrics:
     """Over all processes: means weighted by entries, and maxima. Nothing where there was no optimizer
     step."""
@@ -312,7 +325,8 @@ def _metrics(
                 maxima[name] = max(maxima.get(name, value), value)
             else:
                 sums[name] = sums.get(name, 0.0) + entries * value
-    told = world.told([losses, weight, sums, maxima])
+    told = world.told([losses, weight, sums, maxima, calls])
+    assert all(each[4] == calls for each in told), "processes do not call the network equally often"
     whole = sum(each[1] for each in told)
     found = {
         "loss": sum(each[0] for each in told) / spent,

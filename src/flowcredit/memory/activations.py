@@ -15,8 +15,20 @@ from flowcredit.memory.tape import FLOAT, Meter, Tape
 
 
 @dataclass(frozen=True)
+class Work:
+    """What the network and the VAE have to do: FLOPs of one velocity evaluation, guidance included, and of
+    one decoded image; ``weights`` of the network, and the bytes of each as they are gathered."""
+
+    evaluation: int
+    decode: int | None
+    weights: int
+    gathered_width: int
+
+
+@dataclass(frozen=True)
 class Passes:
-    """How the network is run: widths of its weights and of autocast's type, what is trained, whose rules."""
+    """How the network is run: widths of its weights and of autocast's type, what is trained, whose rules;
+    over how many devices gradients are spread."""
 
     network: Network
     component: Component
@@ -28,6 +40,7 @@ class Passes:
     rank: int
     adapted: Callable[[str], bool]
     checkpoints: bool
+    parts: int = 1
 
     def _tape(self, recording: bool) -> Tape:
         return Tape(
@@ -40,6 +53,7 @@ class Passes:
             adapted=self.adapted,
             recording=recording,
             checkpoints=self.checkpoints,
+            parts=self.parts,
         )
 
     def _run(self, tape: Tape, rows: int) -> None:
@@ -71,6 +85,12 @@ class Passes:
             self._run(tape, rows)
         return tape.meter.peak, tape.meter.held_at_peak
 
+    def flops(self, rows: int) -> int:
+        """Of an evaluation without gradient; adapters included."""
+        tape = self._tape(recording=False)
+        self._run(tape, rows)
+        return tape.flops
+
     def linear_layers(self) -> dict[str, tuple[int, int]]:
         """Names of the linear layers, with features in and out."""
         tape = self._tape(recording=False)
@@ -86,6 +106,15 @@ def decoding(vae: Component, inputs: Inputs, images: int, width: int, gpu: bool)
     latents = tape.new((images, *inputs.latent), width)
     decoder(tape, vae.config, latents)
     return tape.meter.peak
+
+
+def decoding_flops(vae: Component, inputs: Inputs) -> int | None:
+    """Of decoding one image; None for a VAE that is not known here."""
+    if vae.kind != "AutoencoderKL":
+        return None
+    tape = Tape(Meter(), FLOAT)
+    decoder(tape, vae.config, tape.new((1, *inputs.latent), FLOAT))
+    return tape.flops
 
 
 def image_bytes(images: int, height: int, width: int) -> int:

@@ -104,6 +104,27 @@ def _clip(config: Config) -> int:
     return _clip_text(text) + seeing + _clip_layers(vision) + projections + 1
 
 
+def clip_flops(config: Config) -> int:
+    """Additions and multiplications of a CLIPModel for one image and its text, attention included."""
+    text, vision = config["text_config"], config["vision_config"]
+    patches = (vision["image_size"] // vision["patch_size"]) ** 2
+    width = vision["hidden_size"]
+    embedding = 2 * patches * 3 * vision["patch_size"] ** 2 * width
+    projections = 2 * (text["hidden_size"] + width) * config["projection_dim"]
+    return (
+        embedding
+        + _clip_pass(vision, patches + 1)
+        + _clip_pass(text, text["max_position_embeddings"])
+        + projections
+    )
+
+
+def _clip_pass(config: Config, tokens: int) -> int:
+    width, inner = config["hidden_size"], config["intermediate_size"]
+    layer = 2 * tokens * (4 * width * width + 2 * width * inner) + 4 * tokens * tokens * width
+    return config["num_hidden_layers"] * layer
+
+
 def _qwen(config: Config) -> int:
     """Qwen2.5-VL: the language model with its scores of words, and the vision tower."""
     text, vision = config["text_config"], config["vision_config"]

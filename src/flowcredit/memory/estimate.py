@@ -13,7 +13,7 @@ from flowcredit import algorithms
 from flowcredit.config import Recipe, WatchedReward
 from flowcredit.errors import InputError
 from flowcredit.limits import ends_in
-from flowcredit.memory.activations import Passes, decoding, image_bytes
+from flowcredit.memory.activations import Passes, Work, decoding, decoding_flops, image_bytes
 from flowcredit.memory.families import FAMILIES, inputs_of, network_of, rows_per_evaluation
 from flowcredit.memory.folders import (
     Pipeline,
@@ -57,6 +57,7 @@ class Estimate:
     rows: int
     parts: tuple[Part, ...]
     phases: dict[str, int] = field(default_factory=dict)
+    work: Work | None = None
 
     @property
     def peak(self) -> int | None:
@@ -129,17 +130,20 @@ class _Reckoning:
         network = network_of(pipeline)
         self.passes = None
         if network is not None:
+            compute = 2 if recipe.train.mixed_precision == "bf16" else None
             self.passes = Passes(
                 network,
                 self.component,
                 self.inputs,
-                self.stored,
-                2 if recipe.train.mixed_precision == "bf16" else None,
+                # Weights that are spread are gathered in the type that they are computed with.
+                self.stored if self.shares.processes == 1 or compute is None else compute,
+                compute,
                 self.gpu,
                 self.full,
                 0 if self.full else recipe.weights.rank,
                 partial(ends_in, targets),
                 recipe.train.gradient_checkpointing,
+                self.shares.processes,
             )
         self.targets = targets
 
@@ -191,6 +195,18 @@ class _Reckoning:
             self.rows,
             (*standing, *passing.values()),
             phases,
+            self._work(),
+        )
+
+    def _work(self) -> Work | None:
+        if self.passes is None or self._parameters is None:
+            return None
+        compute = self.passes.compute
+        return Work(
+            self.passes.flops(self.rows),
+            decoding_flops(self.pipeline.parts["vae"], self.inputs),
+            self._parameters,
+            self.stored if compute is None else compute,
         )
 
     def _waits(self, name: str) -> bool:
@@ -261,9 +277,9 @@ class _Reckoning:
         assert self.passes is not None
         rows = self._training_rows
         states = 3 * self._states_at_once * self.inputs.latent_count * FLOAT
-        peak, held = self._training_peak()
+        peak, _ = self._training_peak()
         gathered = self.shares.gathered
-        passing_through = peak - held + (self.shares.of(held) or 0) + gathered + self.shares.arriving
+        passing_through = peak + gathered + self.shares.arriving
         phases = {
             "rollout": size["latents"] + states + size["rollout"] + gathered,
             "training": size["latents"]

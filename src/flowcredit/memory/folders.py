@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from flowcredit.errors import InputError
-from flowcredit.memory.counts import count_parameters
+from flowcredit.memory.counts import clip_flops, count_parameters
 from flowcredit.pipeline_folder import Shapes, read_header, read_json, weight_files
 
 TIED = {"encoder.embed_tokens.weight": "shared.weight", "lm_head.weight": "model.embed_tokens.weight"}
@@ -90,10 +90,26 @@ def published_pipeline(folder: Path) -> Pipeline | None:
 
 def published_reward(file: Path) -> int | None:
     """Parameters of a reward's model by the name of its file or folder; None for a name that is not known."""
-    rewards = read_json(Path(__file__).parent / "published.json")["rewards"]
-    for config in rewards:
+    config = _published_clip(file)
+    return None if config is None else count_parameters("CLIPModel", config)
+
+
+def reward_flops(file: Path) -> int | None:
+    """Of scoring one image with the CLIP model in a folder, or of a published one's name; None for others."""
+    own = file / "config.json"
+    config = read_json(own) if own.is_file() else _published_clip(file)
+    if config is None or config.get("model_type", "clip") != "clip":
+        return None
+    try:
+        return clip_flops(config)
+    except KeyError:  # A config may leave out what is its class's default.
+        return None
+
+
+def _published_clip(file: Path) -> Mapping[str, Any] | None:
+    for config in read_json(Path(__file__).parent / "published.json")["rewards"]:
         if file.name.lower() in config["names"]:
-            return count_parameters("CLIPModel", config)
+            return dict(config)
     return None
 
 

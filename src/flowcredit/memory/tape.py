@@ -95,7 +95,7 @@ class Tape:
     ``stored``: width of the network's weights. ``compute``: that of autocast's type, None without. ``gpu``:
     whose rules for norms hold. ``full``: every weight is trained; else only adapters of ``rank`` on the
     layers that ``adapted`` says. ``recording``: a backward pass will follow. ``checkpoints``: it computes
-    blocks anew.
+    blocks anew. ``parts``: over how many devices gradients are spread, each having one part.
     """
 
     meter: Meter
@@ -107,9 +107,12 @@ class Tape:
     adapted: Callable[[str], bool] = lambda name: False
     recording: bool = False
     checkpoints: bool = False
+    parts: int = 1
     parameters: dict[str, tuple[int, ...]] = field(default_factory=dict)
     linear_layers: dict[str, tuple[int, int]] = field(default_factory=dict)
     gradients: dict[str, Block] = field(default_factory=dict)
+    flops: int = 0
+    """Additions and multiplications of matrix products, convolutions and attention, forward."""
     steps: list[_Step] = field(default_factory=list)
 
     def new(self, shape: Sequence[int], width: int) -> Value:
@@ -177,6 +180,8 @@ class Tape:
     ) -> Value:
         """``always_keeps`` its input, as convolutions do whether or not their weights are trained."""
         width = x.width if self.compute is None else self.compute
+        channels = shape[1] if always_keeps else shape[-1]
+        self.flops += 2 * prod(shape) * (elements // channels)
         x = self.cast(x, width)
         kept: list[Block] = [x.block] if trained is not None or always_keeps else []
         weight = None if stored == width else self.meter.take(elements * width)
@@ -277,6 +282,7 @@ class Tape:
     def attention(self, q: Value, k: Value, v: Value) -> Value:
         """[B, T, heads, D] to the same."""
         width = q.width if self.compute is None else self.compute
+        self.flops += 4 * q.count * k.shape[1]
         q, k, v = (self.cast(each, width) for each in (q, k, v))
         out = self.new(q.shape, width)
         sums = self.meter.take(FLOAT * q.count // q.shape[-1])
@@ -332,7 +338,8 @@ class Tape:
 
     def _store(self, name: str, elements: int, width: int) -> None:
         computed = self.meter.take(elements * width)
-        gradient = computed if width == FLOAT else self.meter.take(elements * FLOAT)
+        kept = -(-elements * FLOAT // self.parts)
+        gradient = computed if width == FLOAT and self.parts == 1 else self.meter.take(kept)
         if name not in self.gradients:
             self.gradients[name] = gradient
             self.meter.held += gradient.size
