@@ -1,4 +1,4 @@
-"""Runs that are killed, damaged and left without room on the disk: `benchmarks/survival.py` in short."""
+"""Runs that are killed, damaged and left without room on the disk: `reliability/survival.py` in short."""
 
 import gc
 import json
@@ -31,7 +31,7 @@ ROOT = Path(__file__).parents[1]
 def survival(*arguments: str, before: str = "pass") -> subprocess.CompletedProcess[str]:
     """The program in a process of its own, since it forks; ``before``: code that breaks something first."""
     code = f"import sys, survival; {before}; sys.exit(survival.main(sys.argv[1:]))"
-    paths = os.pathsep.join([str(ROOT / "src"), str(ROOT / "benchmarks")])
+    paths = os.pathsep.join([str(ROOT / "src"), str(ROOT / "reliability")])
     return subprocess.run(
         [sys.executable, "-c", code, *arguments],
         env={**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"},
