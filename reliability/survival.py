@@ -2,7 +2,7 @@
 
     python reliability/survival.py kill [--kills 50] [--method all] [--lora both] [--seed 0]
     python reliability/survival.py corrupt [--trials 50] ...
-    python reliability/survival.py full [--trials 50] ...
+    python reliability/survival.py full [--fills 50] ...
     python reliability/survival.py memory [--iterations 200] ...
 
 `kill` ends real processes by SIGKILL at random moments and compares what the run ends in with one that was
@@ -32,6 +32,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("what", metavar="kill|corrupt|full|memory")
     parser.add_argument("--kills", type=int, default=50)
     parser.add_argument("--trials", type=int, default=50)
+    parser.add_argument("--fills", type=int, default=50)
     parser.add_argument("--iterations", type=int, default=200)
     parser.add_argument("--method", default="all", metavar="NAMES")
     parser.add_argument("--lora", choices=("yes", "no", "both"), default="both")
@@ -56,7 +57,7 @@ def _survive(chosen: argparse.Namespace, wanted: Sequence[str], world: Path) -> 
     for name, attempt, times in (
         ("kill", kill_until, chosen.kills),
         ("corrupt", corrupt, chosen.trials),
-        ("full", fill, chosen.trials),
+        ("full", fill, chosen.fills),
     ):
         if name in wanted:
             counts: Counter[str] = Counter()

@@ -46,20 +46,20 @@ def counted(told: str, what: str) -> dict[str, int]:
 
 
 def test_a_run_survives_kills_damage_and_full_disks() -> None:
-    short = ("--kills", "6", "--trials", "5", "--method", "g2rpo,dpo", "--lora", "both", "--seed", "3")
-    ended = survival("kill,corrupt,full", *short)
+    short = ("--kills", "4", "--trials", "5", "--fills", "3")
+    ended = survival("kill,corrupt,full", *short, "--method", "g2rpo,dpo", "--lora", "yes", "--seed", "3")
     assert ended.returncode == 0, ended.stdout + ended.stderr
     kills, damages, full = (counted(ended.stdout, what) for what in ("kill", "corrupt", "full"))
-    assert kills["kills survived"] == 6
-    assert damages["trials"] == full["trials"] == 5
+    assert kills["kills survived"] == 4
+    assert (damages["trials"], full["trials"]) == (5, 3)
     assert damages["every checkpoint damaged"] == damages["log damaged"] == 1
-    assert sum(count for name, count in full.items() if name.startswith("stopped at")) >= 5
+    assert sum(count for name, count in full.items() if name.startswith("stopped at")) >= 3
     assert kills["mismatches"] == damages["mismatches"] == full["mismatches"] == 0
 
 
 def test_a_resume_that_is_not_exact_is_found() -> None:
     """An optimizer that begins anew after a kill is what the comparison is there to see."""
-    broken = "from flowcredit import trainer; trainer.restore_optimizer = lambda *_: None"
+    broken = "from flowcredit import progress; progress.restore_optimizer = lambda *_: None"
     ended = survival("corrupt", "--trials", "1", "--method", "flow_grpo", "--lora", "yes", before=broken)
     assert ended.returncode == 1, ended.stdout + ended.stderr
     assert "flow_grpo lora, trial 0: checkpoints/000005/optimizer.safetensors" in ended.stdout
@@ -121,11 +121,8 @@ def test_other_noises_and_leftovers_are_named(alike: tuple[Path, Path]) -> None:
     assert noise == ["noise 0/1/initial", "noise 0/2/initial"]
 
 
-@pytest.mark.parametrize("cell", [Cell("g2rpo", False), Cell("dpo", True)], ids=str)
-def test_iterations_leave_nothing_in_memory(
-    cell: Cell, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Live tensors, and objects of the project's types, after each of eight iterations."""
+def test_iterations_leave_nothing_in_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Live tensors, and objects of the project's types, after each of six iterations."""
     held: list[Counter[str]] = []
     append = RunFolder.append_log
 
@@ -140,9 +137,9 @@ def test_iterations_leave_nothing_in_memory(
     monkeypatch.setattr(RunFolder, "append_log", noted)
     monkeypatch.setattr(report, "build_report", lambda folder: folder)
     build_world(tmp_path)
-    recipe = load_recipe(write_recipe(tmp_path, cell, 8), ["evaluation.every=2"])
+    recipe = load_recipe(write_recipe(tmp_path, Cell("g2rpo", True), 6), ["evaluation.every=2"])
     trainer.train(recipe, tmp_path / "run", Console(quiet=True))
-    assert len(held) == 8
+    assert len(held) == 6
     assert held[-1]["tensors"] > 50
-    assert held[3] == held[5] == held[7]
-    assert held[2] == held[4] == held[6]
+    assert held[3] == held[5]
+    assert held[2] == held[4]

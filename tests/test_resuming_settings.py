@@ -179,22 +179,26 @@ def test_iterations_are_not_free_where_the_rate_falls_over_them(tmp_path: Path) 
         read_back(tmp_path / "run", ["train.iterations=301"])
 
 
-BITWISE = (
-    "checkpoint.every=3",
-    "checkpoint.keep_last=1",
-    "checkpoint.keep_best=1",
-    "train.on_nonfinite=skip",
-    "guard.action=stop",
-    "scoring.overlap=true",
-    "evaluation.every=1",
-    "logging.every=2",
-    "model.offload=[text_encoders, vae]",
-    "scoring.on_error=skip",
-    "scoring.timeout_s=60",
-    "scoring.offload=true",
-    "parallel.timeout_s=60",
-)
-BY_ROUNDING = ("rollout.prompts=1", "rollout.batch_size=1", "scoring.batch_size=1")
+BITWISE = {
+    "what is kept and told": (
+        "checkpoint.every=3",
+        "checkpoint.keep_last=1",
+        "evaluation.every=1",
+        "logging.every=2",
+        "train.on_nonfinite=skip",
+        "guard.action=stop",
+    ),
+    "what waits": (
+        "checkpoint.keep_best=1",
+        "model.offload=[text_encoders, vae]",
+        "scoring.offload=true",
+        "scoring.on_error=skip",
+        "parallel.timeout_s=60",
+    ),
+    "what overlaps": ("scoring.overlap=true", "scoring.timeout_s=60"),
+}
+BY_ROUNDING = {"batches": ("rollout.prompts=1", "rollout.batch_size=1", "scoring.batch_size=1")}
+CHANGES = {**BITWISE, **BY_ROUNDING}
 
 
 @pytest.fixture(scope="module")
@@ -224,9 +228,9 @@ def ends(recipe: Recipe, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path
     return root / "two", load_file(root / "four/checkpoints/000004/weights.safetensors")
 
 
-@pytest.mark.parametrize("override", [*BITWISE, *BY_ROUNDING])
+@pytest.mark.parametrize("changes", CHANGES)
 def test_what_is_free_alters_no_weight(
-    override: str,
+    changes: str,
     ends: tuple[Path, dict[str, torch.Tensor]],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -234,12 +238,12 @@ def test_what_is_free_alters_no_weight(
     monkeypatch.setattr(report, "build_report", lambda folder: folder)
     run = Path(shutil.copytree(ends[0], tmp_path / "run"))
     began = load_file(run / "checkpoints/000002/weights.safetensors")
-    trainer.resume(run, ["train.iterations=4", override], QUIET)
+    trainer.resume(run, ["train.iterations=4", *CHANGES[changes]], QUIET)
     found = load_file(run / "checkpoints/000004/weights.safetensors")
     assert found.keys() == ends[1].keys()
     assert any(not torch.equal(value, began[key]) for key, value in found.items())
     for key, value in found.items():
-        if override in BITWISE:
+        if changes in BITWISE:
             assert torch.equal(value, ends[1][key]), key
         else:
             # A few roundings of a gradient, which AdamW divides by its own size.
@@ -247,6 +251,6 @@ def test_what_is_free_alters_no_weight(
 
 
 def test_each_free_setting_is_tried_or_cannot_be_here() -> None:
-    tried = {override.partition("=")[0] for override in itertools.chain(BITWISE, BY_ROUNDING)}
+    tried = {override.partition("=")[0] for override in itertools.chain(*CHANGES.values())}
     untried = {each for each in FREE - tried if not each.startswith("guard.")}
     assert untried == {"train.iterations", "parallel.sharding"}
