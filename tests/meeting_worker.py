@@ -1,4 +1,4 @@
-"""One process of several that meet three times; one of them misbehaves. Started by ``test_survival``.
+"""One process of several that meet three times; one misbehaves. Started by ``test_failing_processes``.
 
 ... meeting_worker.py FOLDER raise|crash|kill|hang|interrupt|none [rank]
 """

@@ -23,3 +23,9 @@ def redness_but_of_blue(images: Tensor, prompts: Sequence[str]) -> Tensor:
     """Redness, and the same for every image of a prompt with blue in it: its group teaches nothing."""
     alike = [0.0 if "blue" in prompt else 1.0 for prompt in prompts]
     return redness(images, prompts) * images.new_tensor(alike)
+
+
+def huge_for_blue(images: Tensor, prompts: Sequence[str]) -> Tensor:
+    """Redness; for prompts with blue in it numbers whose mean is no finite float32."""
+    huge = images.new_tensor([3e38 if "blue" in prompt else 0.0 for prompt in prompts])
+    return redness(images, prompts) + huge

@@ -34,6 +34,15 @@ VARIANTS = {
     "dead": ["rewards=[{name: 'simple_rewards:redness_but_of_blue'}]", "train.update=accumulated"],
     "lora": ["weights.method=lora", "weights.rank=4", "weights.alpha=8", "train.kl_weight=0.1"],
     "batch": [TRAJECTORIES % ("flow_grpo", ", advantage_std: batch"), "train.ema_decay=0.5"],
+    "overlap": ["scoring.overlap=true", "rollout.prompts=1", "scoring.batch_size=2"],
+    # Only the process that has a prompt with blue in it sees a loss that is no number; no process steps.
+    # With this seed the first process has such a prompt in the first iteration, the second in the second.
+    "fault": [
+        "rewards=[{name: 'simple_rewards:huge_for_blue'}]",
+        "train.on_nonfinite=skip",
+        "train.prompts_per_iteration=2",
+        "seed=7",
+    ],
     "turning": [TRAJECTORIES % ("turning_point_grpo", "")],
     "coca": [TRAJECTORIES % ("coca", "")],
     "neighbours": [TRAJECTORIES % ("neighbor_grpo", ", anchors: 2, train_steps: [0, 1]")],
@@ -158,6 +167,15 @@ def test_processes_change_nothing(folder: Path, single: Path, processes: int) ->
     launch(folder, processes, VARIANTS, out)
     for name in VARIANTS:
         assert_same_run(single / name, out / name)
+    assert [each["skipped_steps"] > 0 for each in log_of(single / "fault")] == [True, True, False]
+    if processes == 2:
+        kept = sorted(
+            path.relative_to(out / "fault/faults") for path in (out / "fault/faults").rglob("batch-*")
+        )
+        assert [str(path) for path in kept] == [
+            "000000-loss/batch-0.safetensors",
+            "000001-loss/batch-1.safetensors",
+        ]
 
     if processes == 2:
         ends = [folder / "resumed alone", folder / "resumed from two"]

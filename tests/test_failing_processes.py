@@ -282,4 +282,4 @@ def test_a_heartbeat_tells_where_its_main_thread_is(monkeypatch: pytest.MonkeyPa
             threading.Event().wait(0.05)
     finally:
         pair.one.stop()
-    assert pair.two.board.signs(2)[0].place.startswith("test_survival.py:")
+    assert pair.two.board.signs(2)[0].place.startswith("test_failing_processes.py:")

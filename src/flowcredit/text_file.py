@@ -4,17 +4,29 @@ from pathlib import Path
 
 from flowcredit.errors import InputError
 
+PACKAGE = Path(__file__).parent
+BROUGHT_ALONG = ("recipes", "comparisons")
+"""Folders of the package whose files are found by ``recipes/NAME.yaml`` wherever one works."""
+
+
+def found(path: Path) -> Path:
+    """The path, or where nothing is there, the package's own file of that name."""
+    inside = PACKAGE / path
+    own = not path.is_absolute() and path.parts[:1] and path.parts[0] in BROUGHT_ALONG
+    return inside if own and ".." not in path.parts and not path.exists() and inside.is_file() else path
+
 
 def read_text(path: Path, what: str) -> str:
     """The text of ``path`` with line feeds only; ``what`` names the file's part in the messages.
 
+    A ``recipes/NAME.yaml`` or ``comparisons/NAME.yaml`` that is not there is the package's own.
     Raises InputError: the file is missing, is a folder, cannot be read, or is not UTF-8 (with its first
     bad line and the command that converts it).
     """
     if path.is_dir():
         raise InputError(f"{path}: is a folder; expected {what}, a file")
     try:
-        raw = path.read_bytes()
+        raw = found(path).read_bytes()
     except FileNotFoundError:
         raise InputError(
             f"{path}: no such file; expected {what} (paths are relative to {Path.cwd()})"
