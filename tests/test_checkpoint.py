@@ -13,6 +13,7 @@ from flowcredit.checkpoint import (
     optimizer_tensors,
     restore_optimizer,
     save_checkpoint,
+    tidy,
 )
 from flowcredit.errors import InputError
 
@@ -76,8 +77,9 @@ def test_a_save_that_is_cut_short_leaves_the_last_one(
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(checkpoint, "save_file", fail)
-    with pytest.raises(OSError, match="No space left"):
+    with pytest.raises(InputError, match=r"000002: cannot be written \(No space left on device\)"):
         save(tmp_path, 2)
+    assert [entry.name for entry in tmp_path.iterdir()] == ["000001"]
     monkeypatch.undo()
     found, damaged = latest_checkpoint(tmp_path)
     assert found is not None
@@ -86,6 +88,60 @@ def test_a_save_that_is_cut_short_leaves_the_last_one(
     again, _ = latest_checkpoint(tmp_path)
     assert again is not None
     assert again.iteration == 2
+
+
+def test_every_changed_bit_of_the_manifest_is_seen(tmp_path: Path) -> None:
+    file = save(tmp_path, 7) / "state.json"
+    content = file.read_bytes()
+    assert load_checkpoint(file.parent).iteration == 7
+    accepted = []
+    for place in range(len(content)):
+        for bit in range(8):
+            changed = bytearray(content)
+            changed[place] ^= 1 << bit
+            file.write_bytes(bytes(changed))
+            try:
+                found = load_checkpoint(file.parent)
+            except InputError as error:
+                assert "state.json" in str(error)  # noqa: PT017
+                continue
+            # Between tokens one blank is as good as another.
+            assert (found.iteration, found.state) == (7, {"totals": {"seconds": 1.5}})
+            accepted.append((content[place], changed[place]))
+    assert set(accepted) <= {(a, b) for a in b" \n" for b in b" \n\t\r"}
+
+
+def test_a_checkpoint_is_not_taken_for_another_iteration(tmp_path: Path) -> None:
+    save(tmp_path, 2).rename(tmp_path / "000005")
+    with pytest.raises(InputError, match=r"000005/state\.json: not the content that was written"):
+        load_checkpoint(tmp_path / "000005")
+
+
+def test_checkpoints_of_before_manifests_had_a_digest_are_read(tmp_path: Path) -> None:
+    file = save(tmp_path, 2) / "state.json"
+    content = json.loads(file.read_text())
+    del content["own_sha256"]
+    file.write_text(json.dumps(content))
+    assert load_checkpoint(file.parent).iteration == 2
+
+
+def test_going_back_past_damaged_ones_keeps_what_is_written_then(tmp_path: Path) -> None:
+    for iteration in (1, 2, 3, 4):
+        save(tmp_path, iteration, keep_last=4)
+    for damaged in ("000003", "000004"):
+        (tmp_path / damaged / "state.json").unlink()
+    (tmp_path / ".000009.partial").mkdir()
+    save(tmp_path, 3, keep_last=1)
+    assert [entry.name for entry in tmp_path.iterdir()] == ["000003"]
+    assert load_checkpoint(tmp_path / "000003").iteration == 3
+
+
+def test_tidying_leaves_the_newest_and_what_is_damaged_beyond_them(tmp_path: Path) -> None:
+    for iteration in (1, 2, 3, 4):
+        save(tmp_path, iteration, keep_last=4)
+    (tmp_path / ".000005.partial").mkdir()
+    tidy(tmp_path, 3, keep_last=2)
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == ["000002", "000003", "000004"]
 
 
 def test_state_holds_a_hash_of_every_file(tmp_path: Path) -> None:

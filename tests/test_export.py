@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from diffusers import FluxPipeline
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -145,6 +145,24 @@ def test_export_never_overwrites_by_itself(folder: Path, tmp_path: Path) -> None
     assert [file.name for file in target.iterdir()] == [LORA_FILE]
 
 
+def test_equal_adapters_are_equal_files(folder: Path, tmp_path: Path) -> None:
+    """Byte for byte, also where the library's own order of the header's notes falls otherwise."""
+    model = trained(folder, "lora")
+    target = tmp_path / "out"
+    files = set()
+    for _ in range(12):
+        export_weights(model, target, overwrite=True)
+        files.add((target / LORA_FILE).read_bytes())
+    (content,) = files
+    length = int.from_bytes(content[:8], "little")
+    notes = json.loads(content[8 : 8 + length])["__metadata__"]
+    assert list(notes) == sorted(notes)
+    settings = json.loads(notes["lora_adapter_metadata"])
+    targets = settings["transformer.target_modules"]
+    assert len(targets) > 1
+    assert targets == sorted(targets)
+
+
 def test_a_failed_export_leaves_what_was_there(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -154,10 +172,10 @@ def test_a_failed_export_leaves_what_was_there(
     full = trained(folder, "full")
 
     def disk_full(*_: object, **__: object) -> None:
-        raise OSError("No space left on device")
+        raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
 
     monkeypatch.setattr("huggingface_hub.save_torch_state_dict", disk_full)
-    with pytest.raises(OSError, match="No space left"):
+    with pytest.raises(InputError, match=r"out: cannot be written \(.*No space left"):
         export_weights(full, target, overwrite=True)
     assert [file.name for file in target.iterdir()] == [LORA_FILE]
     assert (target / LORA_FILE).read_bytes() == before

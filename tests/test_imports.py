@@ -20,6 +20,7 @@ FLOORS = (
     ("sharding", "interrupts"),
     (
         "text_file",
+        "disk",
         "quiet",
         "yaml_lines",
         "sections",

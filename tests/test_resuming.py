@@ -90,6 +90,11 @@ def test_finished_iterations_without_a_checkpoint_are_not_begun_anew(run: Path) 
     shutil.rmtree(run / "checkpoints")
     with pytest.raises(InputError, match=r"2 finished iterations, .* \(nothing in "):
         read_back(run)
+    # Of the first iteration a line may be there, and its checkpoint not yet.
+    (run / "log.jsonl").write_text('{"iteration": 1, "seconds": 1.0}\n')
+    left = read_back(run)
+    assert left.checkpoint is None
+    assert left.notes == ("the run was stopped before its first checkpoint: it begins again",)
     # A run that was stopped before its first iteration has nothing to lose.
     (run / "log.jsonl").unlink()
     assert read_back(run).checkpoint is None
@@ -107,6 +112,22 @@ def test_what_else_is_gone_is_told_and_the_run_goes_on(run: Path) -> None:
     iterations = [json.loads(line)["iteration"] for line in (run / "log.jsonl").read_text().splitlines()]
     assert iterations == [2, 3]
     assert "all iterations are finished" in read_back(run).notes[-1]
+
+
+def test_lines_of_the_log_that_are_none_are_passed_over(run: Path) -> None:
+    with (run / "log.jsonl").open("a") as log:
+        log.write('{"itgration": 2}\n7\n[1]\n{"iteration": "2"}\n{"iteration": 2, "los')
+    assert RunFolder(run).logged_iterations() == {1, 2}
+    RunFolder(run).cut_log(2)
+    assert len((run / "log.jsonl").read_text().splitlines()) == 2
+
+
+def test_a_run_killed_as_its_folder_was_made_can_begin_again(recipe: Path, tmp_path: Path) -> None:
+    (tmp_path / ".run.partial").mkdir()
+    (tmp_path / ".run.partial" / "recipe.yaml.partial").write_text("nam")
+    RunFolder(tmp_path / "run").create(load_recipe(recipe))
+    assert [entry.name for entry in tmp_path.iterdir()] == ["run"]
+    assert [entry.name for entry in (tmp_path / "run").iterdir()] == ["recipe.yaml"]
 
 
 def test_one_process_at_a_time_works_in_a_run(run: Path) -> None:

@@ -1,7 +1,8 @@
 """Checkpoints that appear whole or not at all, and are checked before they are trusted.
 
 A checkpoint is a folder named by its iteration: safetensors files, and ``state.json`` with the loop's own
-numbers and the SHA-256 of each file. It is written beside its place, flushed to disk and renamed.
+numbers, the SHA-256 of each file and one of its own content. It is written beside its place, flushed to disk
+and renamed.
 """
 
 import hashlib
@@ -18,10 +19,13 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+from flowcredit.disk import writing
 from flowcredit.errors import InputError
 from flowcredit.sharding import parted
 
 STATE_FILE = "state.json"
+OWN = "own_sha256"
+"""The key of the digest of the rest of ``state.json``."""
 Groups = Mapping[str, Mapping[str, Tensor]]
 """Tensors by group ("weights", "optimizer", "ema") and name."""
 
@@ -44,27 +48,54 @@ def save_checkpoint(
     keep_also: Collection[int] = (),
 ) -> Path:
     """Write ``folder/NNNNNN`` and remove all but the newest ``keep_last`` and the iterations of
-    ``keep_also``; returns the new folder."""
+    ``keep_also``; returns the new folder.
+
+    Later ones go too: the run went back before them. Raises InputError where the disk takes no more; then
+    nothing is changed.
+    """
     final, partial = folder / f"{iteration:06d}", folder / f".{iteration:06d}.partial"
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
+    tidy(folder, iteration, keep_last, keep_also)
+    try:
+        with writing(final, SafetensorError):
+            _write(partial, iteration, groups, state)
+    except InputError:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
+    if final.exists():
+        # Out of the way in one step, and the new one in its place in the next: nothing is between for long.
+        final.replace(folder / f".{iteration:06d}.replaced.partial")
+    partial.replace(final)
+    _flush(folder)
+    for later in _numbered(folder):
+        if int(later.name) > iteration:
+            shutil.rmtree(later)
+    tidy(folder, iteration, keep_last, keep_also)
+    return final
+
+
+def tidy(folder: Path, iteration: int, keep_last: int, keep_also: Collection[int] = ()) -> None:
+    """Remove what is only half written, and of the checkpoints up to ``iteration`` all but the newest
+    ``keep_last`` and ``keep_also``."""
+    for left_over in folder.glob(".*.partial"):
+        shutil.rmtree(left_over)
+    for old in [each for each in _numbered(folder) if int(each.name) <= iteration][:-keep_last]:
+        if int(old.name) not in keep_also:
+            shutil.rmtree(old)
+
+
+def _write(folder: Path, iteration: int, groups: Groups, state: Mapping[str, Any]) -> None:
+    folder.mkdir(parents=True)
     digests = {}
     for name, tensors in groups.items():
-        file = partial / f"{name}.safetensors"
+        file = folder / f"{name}.safetensors"
         save_file({key: value.detach().cpu().contiguous() for key, value in tensors.items()}, file)
         digests[file.name] = _digest(file)
         _flush(file)
     content = {"iteration": iteration, "sha256": digests, "state": dict(state)}
-    (partial / STATE_FILE).write_text(json.dumps(content, indent=1), encoding="utf-8")
-    _flush(partial / STATE_FILE)
-    _flush(partial)
-    shutil.rmtree(final, ignore_errors=True)
-    partial.replace(final)
+    content[OWN] = _content_digest(content)
+    (folder / STATE_FILE).write_text(json.dumps(content, indent=1), encoding="utf-8")
+    _flush(folder / STATE_FILE)
     _flush(folder)
-    for old in _numbered(folder)[:-keep_last]:
-        if int(old.name) not in keep_also:
-            shutil.rmtree(old)
-    return final
 
 
 def kept_iterations(folder: Path) -> list[int]:
@@ -85,23 +116,33 @@ def latest_checkpoint(folder: Path) -> tuple[Checkpoint | None, list[str]]:
 
 def load_checkpoint(folder: Path) -> Checkpoint:
     """Read one checkpoint. Raises InputError, naming the file, if any of it is missing or altered."""
-    try:
-        content = json.loads((folder / STATE_FILE).read_text(encoding="utf-8"))
-        digests, iteration, state = content["sha256"], int(content["iteration"]), content["state"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise InputError(f"checkpoint {folder / STATE_FILE}: cannot be read ({error})") from error
+    content = _manifest(folder / STATE_FILE)
     groups = {}
-    for name, digest in digests.items():
+    for name, digest in content["sha256"].items():
         file = folder / name
         if not file.is_file():
             raise InputError(f"checkpoint {file}: missing")
-        if _digest(file) != digest:
-            raise InputError(f"checkpoint {file}: not the bytes that were written (SHA-256 differs)")
         try:
+            if _digest(file) != digest:
+                raise InputError(f"checkpoint {file}: not the bytes that were written (SHA-256 differs)")
             groups[file.stem] = load_file(file)
-        except SafetensorError as error:
-            raise InputError(f"checkpoint {file}: {error}") from error
-    return Checkpoint(iteration, groups, state)
+        except (OSError, SafetensorError) as error:
+            raise InputError(f"checkpoint {file}: cannot be read ({error})") from error
+    return Checkpoint(content["iteration"], groups, content["state"])
+
+
+def _manifest(file: Path) -> dict[str, Any]:
+    """What ``state.json`` holds, as it was written. Those of older versions have no digest of their own."""
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+        own = content.pop(OWN, None)
+        names = content.keys()
+    except (OSError, ValueError, AttributeError, TypeError) as error:
+        raise InputError(f"checkpoint {file}: cannot be read ({error})") from error
+    whole = names == {"iteration", "sha256", "state"} and own in (None, _content_digest(content))
+    if not whole or file.parent.name != f"{content['iteration']:06d}":
+        raise InputError(f"checkpoint {file}: not the content that was written (its own SHA-256 differs)")
+    return content
 
 
 def optimizer_tensors(
@@ -131,6 +172,10 @@ def _numbered(folder: Path) -> list[Path]:
     if not folder.is_dir():
         return []
     return sorted(entry for entry in folder.iterdir() if entry.is_dir() and entry.name.isdigit())
+
+
+def _content_digest(content: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
 def _digest(file: Path) -> str:

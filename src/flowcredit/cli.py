@@ -64,7 +64,7 @@ def main() -> None:
         sys.exit(error.exit_code)
     except OSError as error:
         # Of the user's disk: a full one, a folder that may not be written, a file where a folder should be.
-        if error.filename is None and error.errno != errno.ENOSPC:
+        if error.filename is None and error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
             raise
         where = visible(str(error.filename or "writing"))
         print(f"flowcredit: {where}: {error.strerror}", file=sys.stderr)

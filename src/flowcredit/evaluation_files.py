@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from flowcredit.comparison import Evaluation, Summary, group_means, summarise
+from flowcredit.disk import writing
 from flowcredit.errors import InputError
 from flowcredit.image_grid import Layout, save_grid
 from flowcredit.run_folder import RunFolder, write_text
@@ -17,7 +18,9 @@ def save_evaluation(evaluation: Evaluation, run_dir: Path) -> Path:
     folder = RunFolder(run_dir)
     layout = None
     if evaluation.images is not None and len(evaluation.images) > 0:
-        layout = save_grid(evaluation.images, folder.images(evaluation.iteration))
+        grid = folder.images(evaluation.iteration)
+        with writing(grid):
+            layout = save_grid(evaluation.images, grid)
     path = folder.evaluation(evaluation.iteration)
     write_text(path, json.dumps(to_json(evaluation, layout), indent=1, allow_nan=False) + "\n")
     return path

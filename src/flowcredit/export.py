@@ -4,8 +4,10 @@ import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
+from safetensors import SafetensorError
 from torch import Tensor
 
+from flowcredit.disk import writing
 from flowcredit.errors import InputError
 from flowcredit.lora_file import LORA_FILE
 from flowcredit.models.loading import PipelineFlow
@@ -35,8 +37,9 @@ def export_weights(
     folder for ``load_lora_weights``, with rank and alpha in the file, without which diffusers takes
     alpha = rank and the LoRA has another strength.
 
-    Equal weights give equal bytes. The folder appears whole or not at all. Raises InputError if it exists
-    with files in it, unless ``overwrite``, and always if it is the folder that the model was loaded from.
+    Equal weights give equal bytes. The folder appears whole or not at all. Raises InputError where the disk
+    is full, where the folder exists with files in it, unless ``overwrite``, and always if it is the folder
+    that the model was loaded from.
     """
     target = Path(folder)
     if target.resolve() == model.source.resolve():
@@ -89,8 +92,13 @@ def _write_pipeline(model: PipelineFlow, state: Mapping[str, Tensor], folder: Pa
 def _write_whole(target: Path, write: Callable[[Path], None]) -> None:
     partial = target.with_name(target.name + ".partial")
     shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
-    write(partial)
+    try:
+        with writing(target, SafetensorError):
+            partial.mkdir(parents=True)
+            write(partial)
+    except InputError:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
     if target.exists():
         shutil.rmtree(target)
     partial.replace(target)

@@ -52,13 +52,17 @@ def read_back(run_dir: Path, overrides: Sequence[str] = ()) -> Left:
     checkpoint, damaged = latest_checkpoint(folder.checkpoints)
     logged = folder.logged_iterations()
     if checkpoint is None:
-        if logged:
+        notes = [f"passed over: {line}" for line in damaged]
+        # The line of an iteration comes before its checkpoint: so many may stand there without one.
+        if logged and not damaged and max(logged) <= began.checkpoint.every:
+            notes.append("the run was stopped before its first checkpoint: it begins again")
+        elif logged:
             why = "; ".join(damaged) or f"nothing in {folder.checkpoints}"
             raise InputError(
                 f"{run_dir}: its log tells of {max(logged)} finished iterations, but no checkpoint is whole"
                 f" ({why}); bring one back, or begin anew under another name"
             )
-        return Left(recipe, None, tuple(f"passed over: {line}" for line in damaged))
+        return Left(recipe, None, tuple(notes))
     _refuse_edits(folder, began, checkpoint.state.get("recipe"))
     if checkpoint.iteration > recipe.train.iterations:
         raise InputError(

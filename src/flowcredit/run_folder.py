@@ -12,6 +12,7 @@ from filelock import FileLock, Timeout
 
 from flowcredit.config import Recipe
 from flowcredit.destinations import check_folder
+from flowcredit.disk import writing
 from flowcredit.errors import InputError
 from flowcredit.recipe_io import dump_recipe
 
@@ -59,10 +60,12 @@ class RunFolder:
             )
 
     def create(self, recipe: Recipe) -> None:
-        """Make the folder with its recipe. Raises InputError if something is there already."""
+        """Make the folder with its recipe, both at once. Raises InputError if something is there already."""
         self.check_free()
-        self.path.mkdir(parents=True)
-        self.write_recipe(recipe)
+        partial = self.path.with_name(f".{self.path.name}.partial")
+        shutil.rmtree(partial, ignore_errors=True)
+        RunFolder(partial).write_recipe(recipe)
+        partial.rename(self.path)
 
     def write_recipe(self, recipe: Recipe) -> None:
         write_text(self.recipe, dump_recipe(recipe))
@@ -113,12 +116,14 @@ class RunFolder:
             return
         for line in self.log.read_text(encoding="utf-8", errors="replace").splitlines():
             try:
-                yield line, json.loads(line)
+                record = json.loads(line)
             except json.JSONDecodeError:
                 continue
+            if isinstance(record, dict) and type(record.get("iteration")) is int:
+                yield line, record
 
     def append_log(self, record: Mapping[str, Any]) -> None:
-        with self.log.open("a", encoding="utf-8") as stream:
+        with writing(self.log), self.log.open("a", encoding="utf-8") as stream:
             stream.write(json.dumps(record) + "\n")
 
     def cut_log(self, iterations: int) -> None:
@@ -130,8 +135,16 @@ class RunFolder:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a file beside its place and rename it, so that it is never seen half written."""
+    """Write a file beside its place and rename it, so that it is never seen half written.
+
+    Raises InputError where the disk takes no more; then what was there before is there still.
+    """
     partial = path.with_name(path.name + ".partial")
-    partial.parent.mkdir(parents=True, exist_ok=True)
-    partial.write_text(text, encoding="utf-8")
-    partial.replace(path)
+    try:
+        with writing(path):
+            partial.parent.mkdir(parents=True, exist_ok=True)
+            partial.write_text(text, encoding="utf-8")
+            partial.replace(path)
+    except InputError:
+        partial.unlink(missing_ok=True)
+        raise

@@ -10,6 +10,7 @@ from pathlib import Path
 from rich.console import Console
 
 from flowcredit.assembly import Setup, assemble, build_grid
+from flowcredit.checkpoint import tidy
 from flowcredit.comparison import Evaluation, alarms, evaluation_table, format_summary, summarise
 from flowcredit.config import Recipe
 from flowcredit.console import Monitor, say
@@ -32,6 +33,7 @@ from flowcredit.resuming import read_back
 from flowcredit.run_folder import RunFolder
 from flowcredit.scoring import RewardError
 from flowcredit.sharding import whole
+from flowcredit.standing import best_iterations
 from flowcredit.training_log import Record, iteration_line, iteration_record, unscored
 from flowcredit.update import UpdateMetrics, learning_rate, update_policy
 from flowcredit.weights import fingerprints, trainable_parameters
@@ -76,6 +78,8 @@ def resume(run_dir: Path, overrides: Sequence[str] = (), console: Console | None
         if world.first:
             folder.write_recipe(recipe)
             folder.cut_log(progress.iteration)
+            best = best_iterations(folder, reward_weights(recipe), kept_best(recipe))
+            tidy(folder.checkpoints, progress.iteration, recipe.checkpoint.keep_last, best)
         say(console, f"resuming {run_dir} after iteration {progress.iteration}")
         _run(setup, folder, progress, console)
 
