@@ -24,7 +24,7 @@ test: $(VENV)/.installed-dev
 	$(BIN)/ruff check $(CODE)
 	$(BIN)/ruff format --check $(CODE)
 	$(BIN)/mypy
-	$(BIN)/python -m pytest -q
+	$(BIN)/python -m pytest -q --numprocesses 2 --dist loadfile
 
 bench: $(VENV)/.installed-report
 	$(BIN)/python benchmarks/rollout.py

@@ -56,7 +56,7 @@ class NonFinite(FaultError):
 
 
 def place_for(folder: Path, kind: str, iteration: int) -> Path | None:
-    """Where below ``folder`` a fault after ``iteration`` finished ones is kept; None once `KEPT` are there."""
+    """Where below ``folder`` a fault of an ``iteration`` is kept; None once `KEPT` are there."""
     place = folder / f"{iteration:06d}-{kind}"
     full = len(list(folder.glob("[0-9]*"))) >= KEPT
     return None if full and not place.exists() else place
