@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from flowcredit import cli, trainer
+from flowcredit.checkpoint import load_checkpoint, save_checkpoint
 from flowcredit.config import Recipe
 from flowcredit.errors import InputError
 from flowcredit.faults import KEPT, NonFinite, read_faults
@@ -142,16 +143,10 @@ def test_velocities_that_are_no_numbers_are_found_where_they_arise(
     """A run is stopped, its weights are damaged and it is resumed: as after a broken update."""
     run = tmp_path / "run"
     trainer.train(recipe_of(folder, "train.iterations=1"), run, QUIET)
-    file = run / "checkpoints/000001/weights.safetensors"
-    weights = load_file(file)
+    left = load_checkpoint(run / "checkpoints/000001")
+    weights = left.groups["weights"]
     weights[where].fill_(3e38)
-    save_file(weights, file)
-    state = file.with_name("state.json")
-    content = json.loads(state.read_text())
-    from flowcredit.checkpoint import _digest
-
-    content["sha256"][file.name] = _digest(file)
-    state.write_text(json.dumps(content))
+    save_checkpoint(run / "checkpoints", 1, left.groups, left.state, keep_last=5)
     with pytest.raises(NonFinite, match=r"velocities at sigma 1 contain NaN or infinity.*flowcredit replay"):
         trainer.resume(run, ["train.iterations=2"], QUIET)
     again, said = replay(run / "faults/000001-velocity", capsys)

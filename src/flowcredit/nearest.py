@@ -9,7 +9,10 @@ SHORTEST_START = 3
 
 
 def nearest(wanted: str, known: Iterable[str]) -> str | None:
-    """The known name with the fewest slips, those that ``wanted`` begins or that begin it included; or None.
+    """The known name with the fewest slips, or None.
+
+    Besides names that are near, those count of which one begins the other, and those with a word too many or
+    too few (``stepwise_grpo`` for ``stepwise_flow_grpo``), two at least being the same.
 
     A slip is a letter too many, one too few, another one, or two that changed places; upper and lower case
     are the same.
@@ -21,7 +24,9 @@ def nearest(wanted: str, known: Iterable[str]) -> str | None:
         shorter, longer = sorted((wanted.lower(), name.lower()), key=len)
         near = slips <= allowed and slips < len(shorter)
         begins = len(shorter) >= SHORTEST_START and longer.startswith(shorter)
-        if (near or begins) and (best is None or slips < best[0]):
+        words = [set(each.split("_")) for each in (shorter, longer)]
+        within = len(words[0]) > 1 and words[0] < words[1]
+        if (near or begins or within) and (best is None or slips < best[0]):
             best = (slips, name)
     return None if best is None else best[1]
 
