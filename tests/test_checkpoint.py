@@ -90,6 +90,31 @@ def test_a_save_that_is_cut_short_leaves_the_last_one(
     assert again.iteration == 2
 
 
+def test_a_checkpoint_that_is_written_anew_is_never_gone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Killed between the two renames, where neither the old one nor the new one is in its place."""
+    save(tmp_path, 2)
+    plain = Path.replace
+
+    def killed(self: Path, target: Path) -> Path:
+        if target.name == "000002":
+            raise KeyboardInterrupt
+        return plain(self, target)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "replace", killed)
+        with pytest.raises(KeyboardInterrupt):
+            save(tmp_path, 2)
+    assert not (tmp_path / "000002").exists()
+    found, damaged = latest_checkpoint(tmp_path)
+    assert found is not None
+    assert (found.iteration, damaged) == (2, [])
+    tidy(tmp_path, 2, keep_last=1)
+    assert [entry.name for entry in tmp_path.iterdir()] == ["000002"]
+    assert load_checkpoint(tmp_path / "000002").iteration == 2
+
+
 def test_every_changed_bit_of_the_manifest_is_seen(tmp_path: Path) -> None:
     file = save(tmp_path, 7) / "state.json"
     content = file.read_bytes()

@@ -62,8 +62,8 @@ def save_checkpoint(
         shutil.rmtree(partial, ignore_errors=True)
         raise
     if final.exists():
-        # Out of the way in one step, and the new one in its place in the next: nothing is between for long.
-        final.replace(folder / f".{iteration:06d}.replaced.partial")
+        # What a kill leaves aside here is still found, and put back by whoever goes on with the run.
+        final.replace(_aside(final))
     partial.replace(final)
     _flush(folder)
     for later in _numbered(folder):
@@ -76,6 +76,9 @@ def save_checkpoint(
 def tidy(folder: Path, iteration: int, keep_last: int, keep_also: Collection[int] = ()) -> None:
     """Remove what is only half written, and of the checkpoints up to ``iteration`` all but the newest
     ``keep_last`` and ``keep_also``."""
+    for candidate in _candidates(folder):
+        if candidate.name.startswith("."):
+            candidate.replace(_place_of(candidate))
     for left_over in folder.glob(".*.partial"):
         shutil.rmtree(left_over)
     for old in [each for each in _numbered(folder) if int(each.name) <= iteration][:-keep_last]:
@@ -106,7 +109,7 @@ def kept_iterations(folder: Path) -> list[int]:
 def latest_checkpoint(folder: Path) -> tuple[Checkpoint | None, list[str]]:
     """The newest checkpoint that is whole, or None; and a line for each damaged one passed over."""
     damaged: list[str] = []
-    for candidate in reversed(_numbered(folder)):
+    for candidate in reversed(_candidates(folder)):
         try:
             return load_checkpoint(candidate), damaged
         except InputError as error:
@@ -166,6 +169,21 @@ def restore_optimizer(
         optimizer.state[parameter][entry] = (
             value.clone() if value.dim() == 0 else parted(value, parameter).clone()
         )
+
+
+def _aside(checkpoint: Path) -> Path:
+    """Where a checkpoint lies while another one takes its place."""
+    return checkpoint.with_name(f".{checkpoint.name}.replaced.partial")
+
+
+def _place_of(aside: Path) -> Path:
+    return aside.with_name(aside.name.split(".")[1])
+
+
+def _candidates(folder: Path) -> list[Path]:
+    """The checkpoints, in order; those put aside, too, whose places are empty."""
+    aside = [each for each in folder.glob(".*.replaced.partial") if not _place_of(each).exists()]
+    return sorted([*_numbered(folder), *aside], key=lambda each: each.name.removeprefix("."))
 
 
 def _numbered(folder: Path) -> list[Path]:
