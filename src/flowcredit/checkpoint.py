@@ -143,7 +143,8 @@ def _manifest(file: Path) -> dict[str, Any]:
     except (OSError, ValueError, AttributeError, TypeError) as error:
         raise InputError(f"checkpoint {file}: cannot be read ({error})") from error
     whole = names == {"iteration", "sha256", "state"} and own in (None, _content_digest(content))
-    if not whole or file.parent.name != f"{content['iteration']:06d}":
+    place = _place_of(file.parent) if file.parent.name.startswith(".") else file.parent
+    if not whole or place.name != f"{content['iteration']:06d}":
         raise InputError(f"checkpoint {file}: not the content that was written (its own SHA-256 differs)")
     return content
 
