@@ -229,6 +229,18 @@ def test_a_run_returns_to_its_best_checkpoint_at_a_lower_rate(
     assert sorted(int(file.stem) for file in (run / "evaluations").iterdir()) == [0, 1, 2, 3, 4, 5]
 
 
+def test_a_sign_in_an_iteration_does_not_take_the_place_of_its_evaluation(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every iteration looks like a collapse, the last included: all evaluations are made."""
+    said = io.StringIO()
+    monkeypatch.setattr(Guard, "look", lambda guard, record: "odd")
+    recipe = recipe_of(folder, "train.iterations=2")
+    trainer.train(recipe, tmp_path / "run", Console(file=said, width=300))
+    assert "collapse at iteration 2: odd; warned" in said.getvalue()
+    assert sorted(int(file.stem) for file in (tmp_path / "run/evaluations").iterdir()) == [0, 1, 2]
+
+
 def test_returns_end_and_a_resumed_run_remembers_them(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

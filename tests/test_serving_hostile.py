@@ -60,7 +60,10 @@ def address() -> Iterator[Address]:
 def test_malformed_requests_are_refused_and_the_next_proper_one_is_scored(
     address: Address, random: Random
 ) -> None:
-    one(address, random, Counts())
+    counts = Counts()
+    one(address, random, counts)
+    assert counts.refused + counts.closed + counts.answered == 1
+    assert counts.proper == 1
 
 
 @pytest.mark.parametrize("kind", KINDS)

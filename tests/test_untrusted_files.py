@@ -155,6 +155,7 @@ def test_a_models_folder_with_pickles_beside_its_weights(
         for ending in ("bin", "pt", "ckpt"):
             write(Trap(canary), folder / part / f"{NAMES.get(part, 'pytorch_model')}.{ending}")
     load_flux(folder)
+    assert not canary.exists()
 
 
 @FORMS

@@ -7,9 +7,8 @@ from flowcredit.assembly import Setup
 from flowcredit.checkpoint import kept_iterations
 from flowcredit.console import Monitor
 from flowcredit.distributed import World
-from flowcredit.errors import InputError
 from flowcredit.experience import Experience
-from flowcredit.faults import Fault, FaultError, keep_fault, place_for
+from flowcredit.faults import Fault, FaultError, NonFinite, keep_fault, place_for
 from flowcredit.guard import Collapse, Guard, note
 from flowcredit.interrupts import Interrupt
 from flowcredit.progress import Progress, go_back, reward_weights
@@ -116,7 +115,7 @@ def on_fault(run: Run, fault: Fault | None) -> None:
     where = "" if kept is None else f"; its batch is kept: flowcredit replay {kept}"
     train = run.setup.recipe.train
     if train.on_nonfinite == "stop":
-        raise InputError(
+        raise NonFinite(
             f"iteration {run.progress.iteration + 1}: {message}: training has diverged; go back to a"
             f" checkpoint and lower train.learning_rate (now {train.learning_rate:g}){where}"
         )

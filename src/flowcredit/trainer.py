@@ -143,7 +143,8 @@ def _train(run: Run) -> None:
         _tell_silence(silent, progress.iteration - began_at, run.monitor)
         mute += _tell_mute(run, record, mute + 1 == recipe.train.iterations)
         odd = run.guard.look(record)
-        heed(run, odd or _judged(run, _evaluate_if_due(run)))
+        fallen = _judged(run, _evaluate_if_due(run))
+        heed(run, odd or fallen)
         run.interrupt.agree()
 
 

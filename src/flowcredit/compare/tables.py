@@ -207,11 +207,15 @@ def markdown(table: Table) -> str:
     lines.append("| | " + " | ".join(map(markdown_text, heads)) + " |")
     lines.append("|---" * (len(heads) + 1) + "|")
     for name, cells in table.rows:
-        texts = [
-            f"**{markdown_text(cell.text)}**" if cell.trained else markdown_text(cell.text) for cell in cells
-        ]
+        texts = [_markdown_cell(cell) for cell in cells]
         lines.append(f"| {markdown_text(name)} | " + " | ".join(texts) + " |")
     return "\n".join(lines) + "\n"
+
+
+def _markdown_cell(cell: Cell) -> str:
+    text = f"**{markdown_text(cell.text)}**" if cell.trained else markdown_text(cell.text)
+    arrow = {"up": " ▲", "down": " ▼"}.get(cell.direction, "")
+    return text + arrow
 
 
 def decimals(estimates: Sequence[Estimate]) -> int:
