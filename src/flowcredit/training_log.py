@@ -36,10 +36,12 @@ def iteration_record(
     if not advantages:
         return record | metrics
     everything = torch.cat([each.flatten(1) for each in scores.values()], dim=1)
-    spreads = torch.cat([each.std(-1) for each in scores.values()], dim=1)
+    # A single image has no deviation, and torch warns where one is asked for.
+    spreads = [each.std(-1) for each in scores.values() if each.shape[-1] > 1]
+    spread_of = torch.cat(spreads, dim=1) if spreads else everything[:, :0]
     for row, name in enumerate(rewards):
         record[f"reward/{name}"] = _number(everything[row].nanmean())
-        record[f"reward_spread/{name}"] = _number(spreads[row].nanmean())
+        record[f"reward_spread/{name}"] = _number(spread_of[row].nanmean())
         record[f"missing/{name}"] = counts.missing.get(name, 0)
         record[f"failed/{name}"] = counts.failed.get(name, 0)
     groups = torch.cat([(each == 0).all(-1) for each in advantages.values()])
