@@ -14,7 +14,7 @@ PACKAGE = ROOT / "src" / "flowcredit"
 
 FLOORS = (
     ("errors", "visible", "nearest"),
-    ("processes",),
+    ("processes", "own_code"),
     ("heartbeat",),
     ("distributed", "background"),
     ("sharding", "interrupts"),
@@ -104,6 +104,7 @@ LIGHT = (
     "lora_file",
     "limits",
     "known_rewards",
+    "own_code",
     "destinations",
 )
 HEAVY = {

@@ -140,6 +140,7 @@ def build_model(recipe: Recipe, world: World = ALONE) -> PipelineFlow:
         offload=settings.offload,
         vae_slicing=settings.vae_slicing,
         vae_tiling=settings.vae_tiling,
+        adapter=settings.adapter,
     )
     prepare_weights(
         model.network,

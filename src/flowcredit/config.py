@@ -43,6 +43,9 @@ class ModelSettings(Section):
 
     path: Text
     """Pipeline folder in diffusers' format, relative to the current one, or `bundled:shapes`. Required."""
+    adapter: Text | None = None
+    """An adapter of one's own as `module:attribute`, for a pipeline class that has none here; it is code, and
+    runs. None by default: the class in the folder's model_index.json chooses."""
     lora: Text | None = None
     """A LoRA (a folder, such as final/ of a LoRA's run, or a .safetensors file) that is added to the weights
     before anything else; none by default. What is trained on top of it needs it again."""

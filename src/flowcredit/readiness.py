@@ -11,6 +11,7 @@ from flowcredit.memory.estimate import find_pipeline
 from flowcredit.memory.families import FAMILIES
 from flowcredit.memory.fitness import check_fit
 from flowcredit.noise_table import read_noise_table
+from flowcredit.own_code import check_form
 from flowcredit.pipeline_folder import read_index
 from flowcredit.prompt_files import HUB
 from flowcredit.prompts import check_group_by, load_prompts
@@ -50,13 +51,17 @@ def _model(recipe: Recipe) -> list[str]:
     if not (folder / "model_index.json").is_file():
         there = "no model_index.json in it" if folder.is_dir() else "no such folder"
         missing.append(f"model.path {recipe.model.path}: {there}")
-    else:
+    elif recipe.model.adapter is None:
         kind = str(read_index(folder).get("_class_name"))
         if kind not in FAMILIES:
             raise InputError(
                 f"{folder / 'model_index.json'}: pipeline class {kind!r} has no adapter; expected one of"
-                f" {', '.join(sorted(FAMILIES))}"
+                f" {', '.join(sorted(FAMILIES))}, or an adapter of your own in model.adapter"
             )
+    if recipe.model.adapter is not None:
+        # Code is not run here, and what its model can do only it knows.
+        check_form("model.adapter", recipe.model.adapter, "'my_adapter:MyFlow'")
+        return missing
     pipeline = find_pipeline(recipe)
     return missing if pipeline is None else [*missing, *check_fit(recipe, pipeline, folder)]
 

@@ -256,6 +256,13 @@ class DiffusionFlow:
         except ValueError as error:
             raise InputError(f"{self.source / 'scheduler'}: at {num_steps} steps {error}") from error
 
+    def call_arguments(self, count: int) -> dict[str, Any]:
+        """See ``PipelineFlow``."""
+        return {
+            "guidance_scale": self.settings.guidance_scale,
+            "negative_prompt": [self.settings.negative_prompt] * count,
+        }
+
     def set_gradient_checkpointing(self, enabled: bool) -> None:
         """Recompute each block in the backward pass instead of keeping its activations, or not."""
         set_checkpointing(self.pipeline.unet, enabled)

@@ -7,7 +7,7 @@ holds a 2x2 patch of the latent image, as in diffusers.
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 import torch
 from diffusers import FluxPipeline
@@ -175,6 +175,13 @@ class FluxFlow:
         Raises InputError if the scheduler's settings make a grid that does not fall from 1 to 0.
         """
         return scheduler_grid(self.pipeline.scheduler, self.source, num_steps, self.image_tokens, given=True)
+
+    def call_arguments(self, count: int) -> dict[str, Any]:
+        """See ``PipelineFlow``."""
+        return {
+            "guidance_scale": self.settings.guidance_scale,
+            "max_sequence_length": self.settings.max_sequence_length,
+        }
 
     def set_gradient_checkpointing(self, enabled: bool) -> None:
         """Recompute each block in the backward pass instead of keeping its activations, or not."""

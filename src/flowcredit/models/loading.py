@@ -1,10 +1,11 @@
 """From a folder in diffusers' layout to the adapter of its family."""
 
 import importlib
+import inspect
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, Self
+from typing import TYPE_CHECKING, Any, Protocol, Self, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -12,6 +13,7 @@ from torch import Tensor
 from flowcredit.errors import InputError
 from flowcredit.interfaces import FlowModel
 from flowcredit.models.parts import LIBRARIES
+from flowcredit.own_code import import_own
 from flowcredit.pipeline_folder import check_components, read_index
 from flowcredit.quiet import quiet_libraries
 
@@ -26,6 +28,7 @@ ADAPTERS: Mapping[str, str] = {
     "StableDiffusionPipeline": "flowcredit.models.diffusion:DiffusionFlow",
 }
 """The ``_class_name`` of a model_index.json to the adapter for it, as "module:class"."""
+EXAMPLE = "'my_adapter:MyFlow' for the class MyFlow in my_adapter.py"
 
 
 class PipelineFlow(FlowModel, Protocol):
@@ -61,6 +64,20 @@ class PipelineFlow(FlowModel, Protocol):
         """Recompute the blocks in the backward pass instead of keeping their activations, or not."""
         ...
 
+    def call_arguments(self, count: int) -> Mapping[str, Any]:
+        """What the pipeline's own call takes for ``count`` prompts, beside prompts, size, steps and
+        generator."""
+        ...
+
+
+@runtime_checkable
+class Adapter(Protocol):
+    """What makes a ``PipelineFlow`` of a folder: a class with this as its classmethod."""
+
+    def from_folder(self, folder: Path, settings: "PipelineSettings") -> PipelineFlow:
+        """The model, loaded and checked. InputError for a folder or settings that it cannot take."""
+        ...
+
 
 def load_model(
     path: str | Path,
@@ -80,6 +97,7 @@ def load_model(
     offload: Sequence[str] = (),
     vae_slicing: bool = False,
     vae_tiling: bool = False,
+    adapter: str | None = None,
 ) -> PipelineFlow:
     """Load a pipeline folder as written by diffusers' ``save_pretrained``; no network access.
 
@@ -90,18 +108,20 @@ def load_model(
     ``velocity`` computes in. ``text_cache_folder`` is where prompt embeddings are kept, if anywhere.
     ``lora`` is a LoRA's folder or file in diffusers' layout, added to the weights before anything else.
     ``offload`` names parts that stay on the CPU while they do nothing: "text_encoders", "vae".
-    ``vae_slicing`` and ``vae_tiling`` are diffusers' own.
+    ``vae_slicing`` and ``vae_tiling`` are diffusers' own. ``adapter``, ``module:attribute``, is one of the
+    user's own in place of that for the folder's pipeline class (docs/porting.md).
     Everything is frozen and in eval mode; ``weights.prepare_weights`` chooses what is trained.
 
     Raises InputError for a folder that is missing or incomplete, weights that are missing, unknown or of
     another shape, a pipeline class without an adapter, or a size that the model cannot make.
     """
     folder = Path(path)
-    module, _, attribute = _adapter_for(folder).partition(":")
+    chosen = _check_folder(folder, adapter)
     with quiet_libraries():
         from flowcredit.models.pipelines import PipelineSettings
 
-        cache = _cache(text_cache_folder, folder, max_sequence_length, dtype, device, lora)
+        own = filter(None, [adapter])
+        cache = _cache(text_cache_folder, folder, max_sequence_length, dtype, device, lora, *own)
         settings = PipelineSettings(
             height=height,
             width=width,
@@ -119,23 +139,50 @@ def load_model(
             vae_slicing=vae_slicing,
             vae_tiling=vae_tiling,
         )
-        adapter = getattr(importlib.import_module(module), attribute)
-        model: PipelineFlow = adapter.from_folder(folder, settings)
-    return model
+        return _own_model(chosen, folder, settings) if adapter else _known_model(chosen, folder, settings)
 
 
-def _adapter_for(folder: Path) -> str:
-    """The entry of ADAPTERS for a folder, whose parts are all there."""
+def _check_folder(folder: Path, own: str | None) -> str:
+    """The entry of ADAPTERS for a folder, or one's ``own``; InputError unless all of its parts are there."""
     index = read_index(folder)
     name = str(index.get("_class_name"))
-    if name not in ADAPTERS:
+    if own is None and name not in ADAPTERS:
         raise InputError(
             f"{folder / 'model_index.json'}: pipeline class {name!r} has no adapter; "
-            f"expected one of {', '.join(sorted(ADAPTERS))}"
+            f"expected one of {', '.join(sorted(ADAPTERS))}, or an adapter of your own in model.adapter"
         )
     _check_libraries(folder, index)
     check_components(folder)
-    return ADAPTERS[name]
+    return ADAPTERS[name] if own is None else own
+
+
+def _known_model(name: str, folder: Path, settings: "PipelineSettings") -> PipelineFlow:
+    module, _, attribute = name.partition(":")
+    model: PipelineFlow = vars(importlib.import_module(module))[attribute].from_folder(folder, settings)
+    return model
+
+
+def _own_model(name: str, folder: Path, settings: "PipelineSettings") -> PipelineFlow:
+    """The model that a user's own adapter makes. InputError where it lacks something."""
+    adapter = import_own("model.adapter", name, EXAMPLE)
+    if not isinstance(adapter, Adapter):
+        raise InputError(
+            f"model.adapter {name!r} has no from_folder(folder, settings); expected a class with it, as"
+            " docs/porting.md shows"
+        )
+    model = adapter.from_folder(folder, settings)
+    missing = sorted(_members(FlowModel, PipelineFlow) - set(dir(model)))
+    if missing:
+        raise InputError(
+            f"model.adapter {name!r}: its model has no {', '.join(missing)}; expected everything of"
+            " flowcredit.models.loading.PipelineFlow"
+        )
+    return model
+
+
+def _members(*protocols: type) -> set[str]:
+    names = {name for each in protocols for name in (*inspect.get_annotations(each), *vars(each))}
+    return {name for name in names if not name.startswith("_")}
 
 
 def _cache(root: str | Path | None, folder: Path, *readings: object) -> "TextCache | None":

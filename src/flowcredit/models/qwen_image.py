@@ -8,7 +8,7 @@ tokens, L text tokens, E width of the language model, H and W image height and w
 import copy
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 import torch
 from diffusers import QwenImagePipeline
@@ -202,6 +202,15 @@ class QwenImageFlow:
         Raises InputError if the scheduler's settings make a grid that does not fall from 1 to 0.
         """
         return scheduler_grid(self.pipeline.scheduler, self.source, num_steps, self.image_tokens, given=True)
+
+    def call_arguments(self, count: int) -> dict[str, Any]:
+        """See ``PipelineFlow``."""
+        negative = [self.settings.negative_prompt] * count if self.settings.guided else None
+        return {
+            "true_cfg_scale": self.settings.guidance_scale,
+            "negative_prompt": negative,
+            "max_sequence_length": self.settings.max_sequence_length,
+        }
 
     def set_gradient_checkpointing(self, enabled: bool) -> None:
         """Recompute each block in the backward pass instead of keeping its activations, or not."""

@@ -7,7 +7,7 @@ of CLIP, then those of T5), E width of T5, H and W image height and width in pix
 import copy
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 import torch
 from diffusers import StableDiffusion3Pipeline
@@ -166,6 +166,14 @@ class SD3Flow:
         """
         scheduler = self.pipeline.scheduler
         return scheduler_grid(scheduler, self.source, num_steps, self.image_tokens, given=False)
+
+    def call_arguments(self, count: int) -> dict[str, Any]:
+        """See ``PipelineFlow``."""
+        return {
+            "guidance_scale": self.settings.guidance_scale,
+            "negative_prompt": [self.settings.negative_prompt] * count,
+            "max_sequence_length": self.settings.max_sequence_length,
+        }
 
     def set_gradient_checkpointing(self, enabled: bool) -> None:
         """Recompute each block in the backward pass instead of keeping its activations, or not."""

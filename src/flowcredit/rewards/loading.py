@@ -4,8 +4,6 @@ import functools
 import importlib
 import importlib.util
 import inspect
-import os
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
@@ -14,11 +12,14 @@ from torch import Tensor
 
 from flowcredit.errors import InputError
 from flowcredit.interfaces import Reward
-from flowcredit.known_rewards import REGISTERED, Options, check_name, meant, reward_names, take_options
+from flowcredit.known_rewards import REGISTERED, Options, check_name, reward_names, take_options
+from flowcredit.own_code import import_own, module_of, not_imported
 from flowcredit.rewards.service import read_options
 from flowcredit.scoring import columns_of
 
 __all__ = ["check_reward", "load_reward", "required_columns", "reward_names"]
+
+EXAMPLE = "'my_rewards:brightness' for the function brightness in my_rewards.py"
 
 
 def load_reward(name: str, options: Options, device: torch.device | str) -> Reward:
@@ -65,13 +66,13 @@ def check_reward(name: str, options: Options) -> None:
             source = importlib.import_module(f"flowcredit.rewards.{REGISTERED[kind].module}")
             read_options(vars(source)[settings], kind, options)
         return
-    module = _module_name(name)
+    module = module_of("reward", name, EXAMPLE)
     try:
         found = importlib.util.find_spec(module)
     except Exception as error:
-        raise _not_imported(name, error) from error
+        raise not_imported("reward", name, error) from error
     if found is None:
-        raise _not_imported(name, ModuleNotFoundError(f"No module named {module!r}"))
+        raise not_imported("reward", name, ModuleNotFoundError(f"No module named {module!r}"))
 
 
 def _load_registered(name: str, options: Options, device: torch.device) -> Reward:
@@ -100,7 +101,7 @@ def _maker(name: str, options: Options) -> Callable[..., Any]:
 
 
 def _load_own(name: str, options: Options, device: torch.device) -> Reward:
-    found = _import(name)
+    found = import_own("reward", name, EXAMPLE)
     if isinstance(found, type):
         parameters = _parameters(name, found)
         given = {"device": device, **options} if "device" in parameters else dict(options)
@@ -119,43 +120,6 @@ def _load_own(name: str, options: Options, device: torch.device) -> Reward:
     _check_options(name, options, parameters)
     _check_arguments(name, parameters)
     return cast(Reward, _bind(found, options) if options else found)
-
-
-def _module_name(name: str) -> str:
-    """The module of ``module:attribute``, which can be found from here on."""
-    module_name, _, attribute = name.partition(":")
-    if not all(part.isidentifier() for part in (*module_name.split("."), attribute)):
-        raise InputError(
-            f"reward {name!r}: expected 'module:attribute' with the module's dotted name, such as "
-            "'my_rewards:brightness' for the function brightness in my_rewards.py"
-        )
-    # A console script does not see the folder it is run from, where a user's own module usually lies.
-    if os.getcwd() not in sys.path and "" not in sys.path:
-        sys.path.append(os.getcwd())
-    return module_name
-
-
-def _not_imported(name: str, error: Exception) -> InputError:
-    return InputError(
-        f"reward {name!r}: importing {name.partition(':')[0]!r} raised {type(error).__name__}: {error};"
-        " expected a module on the import path or in the current folder"
-    )
-
-
-def _import(name: str) -> Any:
-    module_name, attribute = _module_name(name), name.partition(":")[2]
-    try:
-        module = importlib.import_module(module_name)
-    except Exception as error:
-        raise _not_imported(name, error) from error
-    members = vars(module)
-    if attribute not in members:
-        public = [member for member in members if not member.startswith("_")]
-        raise InputError(
-            f"reward {name!r}: module {module_name!r} ({module.__file__}) has no {attribute!r}"
-            f"{meant(attribute, public)}"
-        )
-    return members[attribute]
 
 
 def _parameters(name: str, function: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
