@@ -120,8 +120,7 @@ def load_model(
     with quiet_libraries():
         from flowcredit.models.pipelines import PipelineSettings
 
-        own = filter(None, [adapter])
-        cache = _cache(text_cache_folder, folder, max_sequence_length, dtype, device, lora, *own)
+        cache = _cache(text_cache_folder, folder, adapter, max_sequence_length, dtype, device, lora)
         settings = PipelineSettings(
             height=height,
             width=width,
@@ -185,11 +184,14 @@ def _members(*protocols: type) -> set[str]:
     return {name for name in names if not name.startswith("_")}
 
 
-def _cache(root: str | Path | None, folder: Path, *readings: object) -> "TextCache | None":
-    """The cache of prompt embeddings below ``root``; on ``readings`` they depend beside the files."""
+def _cache(root: str | Path | None, folder: Path, own: str | None, *readings: object) -> "TextCache | None":
+    """The cache of prompt embeddings below ``root``; on ``readings`` they depend beside the files, and on the
+    user's ``own`` adapter where there is one."""
     from flowcredit.models.text_cache import text_cache
 
-    return None if root is None else text_cache(Path(root), folder, [str(each) for each in readings])
+    return (
+        None if root is None else text_cache(Path(root), folder, [*map(str, readings), *filter(None, [own])])
+    )
 
 
 def _check_libraries(folder: Path, index: Mapping[str, Any]) -> None:
