@@ -25,6 +25,8 @@ from flowcredit.cli_inputs import (
     chosen_prompts,
     only_overrides,
     open_source,
+    recipes,
+    recipes_and_runs,
     refuse_existing,
     refuse_existing_run,
     say_how_to_resume,
@@ -38,7 +40,6 @@ BAD_INPUT = 2
 
 app = typer.Typer(
     name="flowcredit",
-    add_completion=False,
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",
@@ -47,7 +48,12 @@ app = typer.Typer(
 
 RecipeOrRun = Annotated[
     str,
-    typer.Argument(metavar="RECIPE|RUN", help="A recipe file, or the folder of a run.", show_default=False),
+    typer.Argument(
+        metavar="RECIPE|RUN",
+        help="A recipe file, or the folder of a run.",
+        show_default=False,
+        autocompletion=recipes_and_runs,
+    ),
 ]
 
 
@@ -109,7 +115,10 @@ def _options(
 @app.command()
 def train(
     recipe: Annotated[
-        str | None, typer.Argument(metavar="RECIPE", help="A recipe file (YAML).", show_default=False)
+        str | None,
+        typer.Argument(
+            metavar="RECIPE", help="A recipe file (YAML).", show_default=False, autocompletion=recipes
+        ),
     ] = None,
     overrides: Overrides = None,
     resume: Annotated[

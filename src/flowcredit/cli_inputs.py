@@ -67,6 +67,21 @@ GpusPerMachine = Annotated[
 ]
 
 
+def recipes(incomplete: str) -> list[str]:
+    """For the shell's completion: the bundled recipes, as they are named anywhere, and those of the folder
+    that is being typed."""
+    bundled = [f"recipes/{file.name}" for file in (Path(__file__).parent / "recipes").glob("*.yaml")]
+    folder = Path(incomplete if incomplete.endswith("/") else Path(incomplete).parent)
+    there = [str(file) for file in folder.glob("*.yaml")]
+    return sorted({name for name in (*bundled, *there) if name.startswith(incomplete)})
+
+
+def recipes_and_runs(incomplete: str) -> list[str]:
+    """``recipes``, and the folders of runs."""
+    runs = [str(file.parent) for file in Path().glob("runs/*/recipe.yaml")]
+    return [*recipes(incomplete), *sorted(name for name in runs if name.startswith(incomplete))]
+
+
 def assumptions(gpus: int | None, given: "Mapping[str, float | None]") -> "Assumptions":
     """The assumed speeds, by default where none is given. InputError for one without ``gpus``."""
     from flowcredit.scaling import Assumptions

@@ -6,11 +6,14 @@ from typing import Annotated
 
 import typer
 
-from flowcredit.cli_inputs import INTERRUPTED, Overrides
+from flowcredit.cli_inputs import INTERRUPTED, Overrides, recipes, recipes_and_runs
 
 
 def check(
-    recipe: Annotated[str, typer.Argument(metavar="RECIPE", help="A recipe file.", show_default=False)],
+    recipe: Annotated[
+        str,
+        typer.Argument(metavar="RECIPE", help="A recipe file.", show_default=False, autocompletion=recipes),
+    ],
     overrides: Overrides = None,
 ) -> None:
     """Try a recipe on its own model and rewards, in the time of one prompt; nothing is written.
@@ -124,6 +127,7 @@ Recipes = Annotated[
         metavar="RECIPE...|FILE",
         help="Recipes, or folders of runs; or one comparison file.",
         show_default=False,
+        autocompletion=recipes_and_runs,
     ),
 ]
 Arms = Annotated[
