@@ -1,5 +1,6 @@
 # make demo   align the bundled model in minutes; the report's path is printed at the end
 # make test   lint, types and tests
+# make docs   the site of docs/, in build/site; warnings are errors
 # make bench  the cost of a rollout against the naive schedule
 # Any of them first makes .venv and installs into it; a later call finds that done.
 # On Linux, pip's own choice of torch may be a CUDA build of several GB; where a CPU build is wanted,
@@ -10,11 +11,11 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 # What the project's own checks look at: a clone may hold a user's files besides.
-CODE := src tests benchmarks reliability examples
+CODE := src tests benchmarks reliability examples website
 # Further words for the demo's command, as in: make demo ARGS="name=second train.iterations=20"
 ARGS ?=
 
-.PHONY: demo test bench
+.PHONY: demo test docs bench
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/.installed-report
@@ -25,6 +26,10 @@ test: $(VENV)/.installed-dev
 	$(BIN)/ruff format --check $(CODE)
 	$(BIN)/mypy
 	$(BIN)/python -m pytest -q --numprocesses 2 --dist loadfile
+
+docs: $(VENV)/.installed-dev
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
+	@echo "build/site/index.html"
 
 bench: $(VENV)/.installed-report
 	$(BIN)/python benchmarks/rollout.py

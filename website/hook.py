@@ -1,4 +1,4 @@
-"""What mkdocs does beside its own: reference pages are filled, and links that leave docs/ become plain words."""
+"""What mkdocs does beside its own: reference pages are filled, links that leave docs/ become plain words."""
 
 import logging
 import re

@@ -11,6 +11,9 @@ from flowcredit.cli import app
 from flowcredit.recipe_io import SettingInfo, list_settings
 
 MARKUP = re.compile(r"\[/?(?:bold|cyan)\]")
+TYPE = re.compile(r" <[^>]*>$")
+"""What typer adds to the name of an argument."""
+PIPE = r"\|"
 EXAMPLE = re.compile(r"\[cyan\](.*?)\[/cyan\]", re.DOTALL)
 
 
@@ -59,5 +62,5 @@ def _parameter(parameter: Any, context: Any) -> str | None:
     found = parameter.get_help_record(context)
     if found is None or parameter.name == "help":
         return None
-    name, meaning = found
-    return f"| `{_cell(MARKUP.sub('', name))}` | {_cell(MARKUP.sub('', meaning))} |"
+    name, meaning = TYPE.sub("", found[0]), found[1]
+    return f"| `{name.replace('|', PIPE)}` | {_cell(MARKUP.sub('', meaning))} |"
