@@ -3,7 +3,6 @@
 import functools
 import http.server
 import importlib
-import json
 import os
 import re
 import subprocess
@@ -19,8 +18,8 @@ import pytest
 import yaml
 
 from browser import opened
+from flowcredit.algorithms import build
 from flowcredit.methods import METHODS
-from flowcredit.plan_command import plan_command
 from flowcredit.recipe_io import list_settings, load_recipe
 
 ROOT = Path(__file__).parents[1]
@@ -133,6 +132,10 @@ def test_in_a_browser_no_page_complains_or_asks_another_host(served: str) -> Non
             assert seen.broken_images() == []
             # Only tables and blocks may be wider than a phone, and these scroll by themselves.
             assert seen.page.evaluate("document.documentElement.scrollWidth") <= 390, name
+        for name in ("index", "porting"):
+            seen.page.set_viewport_size({"width": 1280, "height": 900})
+            seen.page.goto(f"{served}{name}.html")
+            assert seen.barriers() == [], name
         assert seen.complaints == []
         assert seen.leaves(served) == []
 
@@ -232,10 +235,15 @@ def test_the_costs_in_the_docs_are_those_that_plan_tells() -> None:
     assert {row[0] for row in table} == set(METHODS)
     for method, name, *told in table:
         recipe = load_recipe(ROOT / f"recipes/{name}.yaml")
-        plan = json.loads(plan_command(recipe, as_json=True))
-        prompts = plan["prompts_per_iteration"]
-        costs = ("velocity_evaluations", "trained_states", "decodes", "reward_calls")
-        found = [prompts, *(prompts * plan["a_prompt"][cost] for cost in costs)]
+        algorithm, prompts = build(recipe.algorithm, recipe.seed), recipe.train.prompts_per_iteration
+        tree = algorithm.plan
+        a_prompt = (
+            tree.velocity_evaluations,
+            algorithm.trained_states(tree),
+            tree.decodes,
+            len(recipe.rewards) * tree.scores,
+        )
+        found = [prompts, *(prompts * cost for cost in a_prompt)]
         assert (method, told) == (recipe.algorithm.name, [f"{each:,}" for each in found])
 
 
