@@ -17,6 +17,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from rich.console import Console
+
 from flowcredit.comparison import Evaluation, summarise
 from flowcredit.guard import Collapse, Guard
 from flowcredit.recipe_io import load_recipe
@@ -85,7 +87,7 @@ def _provoke(trial: Trial, folder: Path, chosen: argparse.Namespace) -> bool:
     ]
     said = "nothing"
     try:
-        train(load_recipe(RECIPES / f"{trial.recipe}.yaml", overrides), folder / name)
+        train(load_recipe(RECIPES / f"{trial.recipe}.yaml", overrides), folder / name, Console(quiet=True))
     except Collapse as collapse:
         said = str(collapse)
     run = RunFolder(folder / name)
