@@ -206,8 +206,8 @@ class Iteration:
     def phases(
         self, measure: Callable[[Callable[[], None]], Measure]
     ) -> tuple[Measure, Measure, Measure, int, int]:
-        """What ``measure`` gives for rollout, scoring and update; the bytes of the texts, and of what a rollout
-        leaves with them."""
+        """What ``measure`` gives for rollout, scoring and update; the bytes of the texts, and of what a
+        rollout leaves with them."""
         setup, recipe = self.setup, self.setup.recipe
         prompts = setup.train_prompts.take(range(recipe.train.prompts_per_iteration))
         cond = setup.model.encode(prompts.prompts)
