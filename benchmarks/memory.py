@@ -27,6 +27,8 @@ from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 
+from allocations import peak_of
+
 import tiny_diffusion
 import tiny_flux
 import tiny_qwen_image
@@ -273,20 +275,6 @@ class Iteration:
         if self.setup.reference is not None and not adapters:
             found["reference copy"] = _bytes(self.parameters.values())
         return found
-
-
-def peak_of(run: Callable[[], None]) -> int:
-    """The most bytes that are in use at once while ``run`` lasts, beside those in use before."""
-    activities = [torch.profiler.ProfilerActivity.CPU]
-    with torch.profiler.profile(activities=activities, profile_memory=True) as profile:
-        run()
-    assert profile.profiler is not None
-    events = [e for e in profile.profiler.kineto_results.events() if e.name() == "[memory]"]
-    now = most = 0
-    for event in sorted(events, key=lambda e: e.start_ns()):
-        now += event.nbytes()
-        most = max(most, now)
-    return most
 
 
 def _of(module: nn.Module) -> int:

@@ -14,7 +14,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from memory import Iteration, peak_of
+from allocations import peak_of
+from memory import Iteration
 
 from flowcredit.assembly import assemble
 from flowcredit.quiet import quiet_libraries

@@ -302,3 +302,12 @@ def test_a_recipe_that_is_not_there_brings_up_the_one_that_is(
         load_recipe(Path(asked), [])
     assert ("did you mean" in str(refused.value)) == (meant is not None)
     assert meant is None or f"(did you mean {meant}?)" in str(refused.value)
+
+
+def test_a_setting_of_another_algorithm_is_not_taken_for_a_misspelling() -> None:
+    with pytest.raises(InputError) as refused:
+        load_recipe(RECIPES / "shapes_g2rpo.yaml", ["algorithm.name=mix_grpo"])
+    said = str(refused.value)
+    assert "'algorithm.train_steps' of algorithm mix_grpo" in said
+    assert "did you mean" not in said
+    assert "known here: num_steps, group_size" in said

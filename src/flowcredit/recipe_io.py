@@ -233,7 +233,9 @@ def _nearest_setting(kind: type[Section], path: KeyPath, data: Any) -> str:
         return f"in a file, each dot is a level: {wanted.replace('.', ': {')}: ...{'}' * wanted.count('.')}"
     if close := nearest(wanted, here.model_fields):
         return f"did you mean '{'.'.join([*prefix, close])}'?"
-    if close := nearest(wanted, everywhere.values()):
+    # Another kind of this section has a setting of this very name: it is not misspelt.
+    misspelt = ".".join([*prefix, wanted]) not in everywhere
+    if misspelt and (close := nearest(wanted, everywhere.values())):
         full = next(name for name, last in everywhere.items() if last == close)
         return f"did you mean '{full}'?"
     return f"known here: {', '.join(here.model_fields)}"
