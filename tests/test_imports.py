@@ -51,7 +51,7 @@ FLOORS = (
     ("objectives", "demands", "leaf_scoring", "readiness"),
     ("neighbours", "preference"),
     ("weights", "checkpoint", "update", "run_folder", "export", "comparison"),
-    ("assembly", "training_log", "resuming"),
+    ("assembly", "training_log", "resuming", "trackers"),
     ("evaluation_files",),
     ("standing",),
     ("sampling", "progress", "guard"),

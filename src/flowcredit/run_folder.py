@@ -90,6 +90,10 @@ class RunFolder:
         return self.path / "guard.jsonl"
 
     @property
+    def tensorboard(self) -> Path:
+        return self.path / "tensorboard"
+
+    @property
     def faults(self) -> Path:
         return self.path / "faults"
 

@@ -75,11 +75,19 @@ class CheckpointSettings(Section):
     are then also written at every evaluation. None: 0."""
 
 
+TrackerName = Literal["tensorboard", "wandb", "trackio"]
+
+
 class LoggingSettings(Section):
     """What is told while it runs."""
 
     every: Count = 1
     """Iterations between lines on the console; 1. The JSONL log holds every iteration."""
+    trackers: Literal["auto"] | tuple[TrackerName, ...] = "auto"
+    """Where figures and held-out images are shown besides: a list of `tensorboard`, `wandb`, `trackio`; `[]`
+    for none. `auto` is TensorBoard where it is installed."""
+    project: Text = "flowcredit"
+    """The project's name for `wandb` and `trackio`; flowcredit."""
 
 
 class ParallelSettings(Section):

@@ -34,6 +34,7 @@ from flowcredit.run_folder import RunFolder
 from flowcredit.scoring import RewardError
 from flowcredit.sharding import whole
 from flowcredit.standing import best_iterations
+from flowcredit.trackers import tracking, wanted
 from flowcredit.training_log import Record, iteration_line, iteration_record, unscored
 from flowcredit.update import UpdateMetrics, learning_rate, update_policy
 from flowcredit.weights import fingerprints, trainable_parameters
@@ -50,6 +51,7 @@ def train(recipe: Recipe, run_dir: Path, console: Console | None = None) -> None
     folder = RunFolder(run_dir)
     with joined(recipe.parallel.timeout_s) as world:
         console = _console(console, world)
+        wanted(recipe.logging.trackers)
         if world.first:
             folder.check_free()
         world.wait()
@@ -71,6 +73,7 @@ def resume(run_dir: Path, overrides: Sequence[str] = (), console: Console | None
         console = _console(console, world)
         for note in left.notes:
             say(console, note)
+        wanted(recipe.logging.trackers)
         setup = assemble(recipe, world)
         progress = start(setup, world)
         if left.checkpoint is not None:
@@ -108,8 +111,9 @@ def _run(setup: Setup, folder: RunFolder, progress: Progress, console: Console) 
             world.note,
         ) as monitor,
         holding_interrupts(world) as held,
+        tracking(recipe, folder, progress.iteration, monitor.say, world.first) as trackers,
     ):
-        run = Run(setup, folder, progress, monitor, held, guard)
+        run = Run(setup, folder, progress, monitor, held, guard, trackers)
         try:
             _train(run)
         except (KeyboardInterrupt, RewardError, PairError) as stop:
@@ -136,6 +140,7 @@ def _train(run: Run) -> None:
         record = _iterate(run)
         if run.world.first:
             run.folder.append_log(record)
+            run.trackers.log(record, progress.iteration)
         if _to_be_saved(recipe, progress.iteration):
             save(run.folder, progress, recipe)
         run.monitor.finish_iteration(iteration_line(tuple(run.setup.rewards), record))
@@ -306,10 +311,10 @@ def _evaluate_if_due(run: Run) -> Evaluation | None:
         return result
     result = replace(result, seconds=time.monotonic() - began)
     save_evaluation(result, folder.path)
-    means = "  ".join(
-        f"{name} {format_summary(summarise(s), error=False)}" for name, s in result.scores.items()
-    )
-    monitor.say(f"held-out at iteration {progress.iteration}: {means}")
+    means = {name: summarise(scores) for name, scores in result.scores.items()}
+    told = "  ".join(f"{name} {format_summary(each, error=False)}" for name, each in means.items())
+    monitor.say(f"held-out at iteration {progress.iteration}: {told}")
+    run.trackers.evaluated({name: each.mean for name, each in means.items()}, progress.iteration)
     if progress.iteration and folder.evaluation(0).exists():
         before, _ = load_evaluation(folder.evaluation(0))
         for line in alarms(before, result, tuple(setup.rewards)):
