@@ -15,6 +15,7 @@ from accelerate.tracking import TensorBoardTracker, TrackioTracker, WandBTracker
 from PIL import Image
 from rich.console import Console
 from tensorboard.backend.event_processing.event_accumulator import IMAGES, SCALARS, TENSORS, EventAccumulator
+from tensorboard.summary.writer.record_writer import RecordWriter
 
 from flowcredit import trackers, trainer
 from flowcredit.errors import InputError
@@ -131,6 +132,18 @@ def test_a_tracker_that_cannot_begin_is_left_out(
 
     monkeypatch.setattr(TensorBoardTracker, "start", fail)
     assert "tensorboard is left out from here on: OSError" in train(recipe, tmp_path / "run")
+
+
+def test_a_full_disk_costs_the_tracker_and_one_line(
+    recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def full(self: Any, record: bytes) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(RecordWriter, "write", full)
+    said = train(recipe, tmp_path / "run")
+    assert said.count("tensorboard is left out from here on: OSError: [Errno 28]") == 1
+    assert "Traceback" not in capfd.readouterr().err
 
 
 class Service:

@@ -6,6 +6,7 @@ They are a copy for looking at: nothing of a run depends on them, and one that f
 import importlib.util
 import json
 import secrets
+import threading
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -111,12 +112,30 @@ def tracking(
     """The trackers of a run that goes on after ``iteration``, closed at the end; those of the first process
     alone write."""
     trackers = Trackers(recipe, folder, say)
-    if first:
-        trackers.begin(iteration)
+    with _quiet_threads():
+        if first:
+            trackers.begin(iteration)
+        try:
+            yield trackers
+        finally:
+            trackers.finish()
+
+
+@contextmanager
+def _quiet_threads() -> Iterator[None]:
+    """TensorBoard's writing thread tells its failure at the next call: the trace that it prints besides tells
+    nobody more."""
+    before = threading.excepthook
+
+    def hook(raised: threading.ExceptHookArgs) -> None:
+        if not type(raised.thread).__module__.startswith("tensorboard."):
+            before(raised)
+
+    threading.excepthook = hook
     try:
-        yield trackers
+        yield
     finally:
-        trackers.finish()
+        threading.excepthook = before
 
 
 def _make(name: TrackerName, recipe: Recipe, folder: RunFolder, iteration: int) -> GeneralTracker:
