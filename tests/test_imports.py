@@ -22,6 +22,7 @@ FLOORS = (
         "text_file",
         "disk",
         "quiet",
+        "versions",
         "yaml_lines",
         "sections",
         "shapes",

@@ -37,6 +37,7 @@ from flowcredit.standing import best_iterations
 from flowcredit.trackers import tracking, wanted
 from flowcredit.training_log import Record, iteration_line, iteration_record, unscored
 from flowcredit.update import UpdateMetrics, learning_rate, update_policy
+from flowcredit.versions import environment
 from flowcredit.weights import fingerprints, trainable_parameters
 
 SILENT_ITERATIONS = 5
@@ -57,7 +58,7 @@ def train(recipe: Recipe, run_dir: Path, console: Console | None = None) -> None
         world.wait()
         setup = assemble(recipe, world)
         if world.first:
-            folder.create(recipe)
+            folder.create(recipe, environment(setup.model.device, world.size))
         with _owned(folder, world):
             _run(setup, folder, start(setup, world), console)
 
@@ -213,9 +214,11 @@ def _iterate(run: Run) -> Record:
     metrics = _update(run, rate, found)
     progress.iteration += 1
     _count(progress, found, time.monotonic() - began)
+    plan = setup.algorithm.plan_at(iteration)
+    steps = {i: plan.segments[i].path[0] for i in plan.transitions}
     record: Record = {"iteration": progress.iteration, "learning_rate": rate, "prompts": len(prompts)}
     record |= iteration_record(
-        tuple(setup.rewards), found.scores, found.counts, found.advantages, metrics, found.spread
+        tuple(setup.rewards), found.scores, found.counts, found.advantages, metrics, found.spread, steps
     )
     return record | progress.totals
 
@@ -319,6 +322,7 @@ def _evaluate_if_due(run: Run) -> Evaluation | None:
         before, _ = load_evaluation(folder.evaluation(0))
         for line in alarms(before, result, tuple(setup.rewards)):
             monitor.say(line)
+    _report(folder)
     return result
 
 
@@ -338,9 +342,14 @@ def _finish(setup: Setup, folder: RunFolder, progress: Progress, console: Consol
     write_model_card(folder.final, setup.recipe, type(setup.model.pipeline).__name__, before, after)
     console.print(evaluation_table(after) if before is None else evaluation_table(before, after))
     say(console, f"weights for diffusers (dtype=torch.float32 or bfloat16): {folder.final}")
+    say(console, _report(folder))
+
+
+def _report(folder: RunFolder) -> str:
+    """Write the page of the run anew; a word on it. What stands in its way is no reason to stop a run."""
     try:
         from flowcredit.report import build_report
 
-        say(console, f"report: {build_report(folder.path)}")
+        return f"report: {build_report(folder.path)}"
     except InputError as error:
-        say(console, f"no report: {error}")
+        return f"no report: {error}"
