@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 import numpy as np
 import pytest
@@ -147,6 +148,14 @@ def content(uri: str, kind: str) -> bytes:
     head, _, body = uri.partition(",")
     assert head == f"data:{kind};base64"
     return base64.b64decode(body)
+
+
+def panels(page: Page, alt: str) -> list[str]:
+    """The ids of the axes in a drawing of matplotlib's."""
+    uri = next(uri for text, uri in page.pictures if text.startswith(alt))
+    drawing = ElementTree.fromstring(content(uri, "image/svg+xml"))
+    names = [element.get("id", "") for element in drawing.iter()]
+    return [name for name in names if name.startswith("axes_")]
 
 
 def tile(page: Page, alt: str, kind: str = "image/png") -> Any:

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from flowcredit.leaf_scoring import ScoreCounts
-from flowcredit.training_log import iteration_record
+from flowcredit.training_log import Record, iteration_line, iteration_record
 
 
 def test_a_leaf_with_one_image_has_no_spread_and_warns_of_nothing() -> None:
@@ -36,3 +36,16 @@ def test_credit_is_told_by_step() -> None:
     assert told == {"advantage/2": 14 / 8, "dead_groups/2": 0.25, "advantage/4": 0.0, "dead_groups/4": 1.0}
     whole_images = iteration_record(("a",), scores, ScoreCounts(4, 4), advantages, {}, torch.zeros(2), {})
     assert not any(name.startswith("advantage/") for name in whole_images)
+
+
+def test_the_line_of_an_iteration_tells_what_is_there() -> None:
+    record: Record = {
+        "reward/a": 0.5,
+        "grad_norm": 0.25,
+        "clip_fraction_low": 0.1,
+        "clip_fraction_high": 0.02,
+    }
+    assert iteration_line(("a",), record) == "a 0.5000  gradient 0.250  clipped 12%"
+    record |= {"clip_fraction_low": 0.0, "clip_fraction_high": 0.0, "dead_groups": 0.25}
+    assert iteration_line(("a",), record) == "a 0.5000  gradient 0.250  no signal 25%"
+    assert iteration_line(("a",), {"reward/a": None}) == "a no score  no update"

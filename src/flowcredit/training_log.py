@@ -86,6 +86,10 @@ def iteration_line(rewards: Sequence[str], record: Record) -> str:
             f" {record['implicit_accuracy']:.0%} of pairs"
         )
     parts.append(f"gradient {record['grad_norm']:.3f}" if "grad_norm" in record else "no update")
+    clipped = [record.get(f"clip_fraction_{side}") for side in ("low", "high")]
+    shares = {"clipped": sum(each for each in clipped if each is not None) if any(clipped) else None}
+    shares["no signal"] = record.get("dead_groups")
+    parts += [f"{name} {share:.0%}" for name, share in shares.items() if share]
     return "  ".join(parts)
 
 

@@ -75,10 +75,9 @@ def draw(chart: Chart) -> Drawn | None:
     for place, line in enumerate(lines):
         parts += drawing.curve(line, place)
     label = f"{chart.title}: {words(chart, lines, len(chart.xs) - 1)}"
-    svg = (
-        f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{escape(visible(label))}">'
-        f'{"".join(parts)}<line class="rule" y1="{TOP}" y2="{HEIGHT - BOTTOM}" visibility="hidden"></line></svg>'
-    )
+    parts.append(f'<line class="rule" y1="{TOP}" y2="{HEIGHT - BOTTOM}" visibility="hidden"></line>')
+    head = f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{escape(visible(label))}">'
+    svg = f"{head}{''.join(parts)}</svg>"
     points = [[round(x.place(at), 1), visible(words(chart, lines, i))] for i, at in enumerate(chart.xs)]
     legend = [(line.label, line.colour, place) for place, line in enumerate(lines)] if len(lines) > 1 else []
     return Drawn(visible(chart.title), svg, in_script(points), legend)
