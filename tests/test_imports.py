@@ -39,7 +39,7 @@ FLOORS = (
     ("methods", "running"),
     ("config",),
     ("recipe_io", "prompt_files", "noise_table"),
-    ("faults",),
+    ("faults", "completion"),
     ("prompts",),
     ("plan", "time_grid", "credit", "image_pairs"),
     ("noise", "step_rewards", "plan_picture"),

@@ -29,6 +29,7 @@ from flowcredit.cli_inputs import (
     refuse_existing_run,
     say_how_to_resume,
 )
+from flowcredit.completion import complete_recipe
 from flowcredit.errors import InputError, SharedError
 from flowcredit.published import PUBLISHED, published_table
 from flowcredit.tool_commands import check, compare, export, launch, replay, serve_reward
@@ -38,7 +39,6 @@ BAD_INPUT = 2
 
 app = typer.Typer(
     name="flowcredit",
-    add_completion=False,
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",
@@ -47,7 +47,12 @@ app = typer.Typer(
 
 RecipeOrRun = Annotated[
     str,
-    typer.Argument(metavar="RECIPE|RUN", help="A recipe file, or the folder of a run.", show_default=False),
+    typer.Argument(
+        metavar="RECIPE|RUN",
+        help="A recipe file, or the folder of a run.",
+        show_default=False,
+        autocompletion=complete_recipe,
+    ),
 ]
 
 
@@ -109,7 +114,13 @@ def _options(
 @app.command()
 def train(
     recipe: Annotated[
-        str | None, typer.Argument(metavar="RECIPE", help="A recipe file (YAML).", show_default=False)
+        str | None,
+        typer.Argument(
+            metavar="RECIPE",
+            help="A recipe file (YAML).",
+            show_default=False,
+            autocompletion=complete_recipe,
+        ),
     ] = None,
     overrides: Overrides = None,
     resume: Annotated[

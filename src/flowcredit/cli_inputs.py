@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from flowcredit.completion import complete_setting
 from flowcredit.errors import InputError
 from flowcredit.processes import resume_command
 from flowcredit.visible import visible
@@ -26,6 +27,7 @@ Overrides = Annotated[
         metavar="SETTING=VALUE",
         help="Settings to change, such as train.learning_rate=1e-5; flowcredit settings lists all.",
         show_default=False,
+        autocompletion=complete_setting,
     ),
 ]
 

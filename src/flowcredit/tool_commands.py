@@ -7,10 +7,16 @@ from typing import Annotated
 import typer
 
 from flowcredit.cli_inputs import INTERRUPTED, Overrides
+from flowcredit.completion import complete_recipe, complete_reward
 
 
 def check(
-    recipe: Annotated[str, typer.Argument(metavar="RECIPE", help="A recipe file.", show_default=False)],
+    recipe: Annotated[
+        str,
+        typer.Argument(
+            metavar="RECIPE", help="A recipe file.", show_default=False, autocompletion=complete_recipe
+        ),
+    ],
     overrides: Overrides = None,
 ) -> None:
     """Try a recipe on its own model and rewards, in the time of one prompt; nothing is written.
@@ -78,7 +84,12 @@ def export(
 def serve_reward(
     name: Annotated[
         str,
-        typer.Argument(metavar="NAME", help="A reward by name, or module:attribute.", show_default=False),
+        typer.Argument(
+            metavar="NAME",
+            help="A reward by name, or module:attribute.",
+            show_default=False,
+            autocompletion=complete_reward,
+        ),
     ],
     option: Annotated[
         list[str] | None,
@@ -124,6 +135,7 @@ Recipes = Annotated[
         metavar="RECIPE...|FILE",
         help="Recipes, or folders of runs; or one comparison file.",
         show_default=False,
+        autocompletion=complete_recipe,
     ),
 ]
 Arms = Annotated[
