@@ -362,10 +362,15 @@ def report(
 
 
 @app.command()
-def settings() -> None:
+def settings(
+    markdown: Annotated[bool, typer.Option("--markdown", help="As a page in Markdown.")] = False,
+) -> None:
     """List every setting of a recipe: its default, and what it is."""
-    from flowcredit.recipe_io import list_settings
+    from flowcredit.recipe_io import list_settings, settings_page
 
+    if markdown:
+        typer.echo(settings_page(), nl=False)
+        return
     for each in list_settings():
         default = "(required)" if each.default is None else each.default
         typer.echo(f"{each.setting} = {default}\n    {each.description}")
