@@ -1,6 +1,6 @@
 # make demo   align the bundled model in minutes; the report's path is printed at the end
 # make test   lint, types and tests
-# make docs   the site of docs/, in build/site; warnings are errors
+# make docs   the documentation as a site, in site/
 # make bench  the cost of a rollout against the naive schedule
 # Any of them first makes .venv and installs into it; a later call finds that done.
 # On Linux, pip's own choice of torch may be a CUDA build of several GB; where a CPU build is wanted,
@@ -11,7 +11,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 # What the project's own checks look at: a clone may hold a user's files besides.
-CODE := src tests benchmarks reliability examples website
+CODE := src tests benchmarks reliability examples tools
 # Further words for the demo's command, as in: make demo ARGS="name=second train.iterations=20"
 ARGS ?=
 
@@ -27,9 +27,8 @@ test: $(VENV)/.installed-dev
 	$(BIN)/mypy
 	$(BIN)/python -m pytest -q --numprocesses 2 --dist loadfile
 
-docs: $(VENV)/.installed-dev
-	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
-	@echo "build/site/index.html"
+docs: $(VENV)/.installed-docs
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --site-dir site
 
 bench: $(VENV)/.installed-report
 	$(BIN)/python benchmarks/rollout.py
@@ -40,10 +39,14 @@ $(VENV)/.installed-report: pyproject.toml constraints.txt | $(BIN)/python
 	@$(PIP) --editable '.[report]'
 	@touch $@
 
+$(VENV)/.installed-docs: pyproject.toml constraints.txt | $(BIN)/python
+	@$(PIP) 'mkdocs-material'
+	@touch $@
+
 $(VENV)/.installed-dev: pyproject.toml constraints.txt | $(BIN)/python
 	@echo "Installing flowcredit and its development tools into $(VENV) (about 1.5 GB with a CPU torch; a minute or two) ..."
 	@$(PIP) --editable '.[dev,report]'
-	@touch $@ $(VENV)/.installed-report
+	@touch $@ $(VENV)/.installed-report $(VENV)/.installed-docs
 
 $(BIN)/python:
 	@found=$$($(PYTHON) --version 2>&1) || found="not there"; \

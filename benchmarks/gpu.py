@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from allocations import peak_of
 from flux_shaped import (
     FLUX,
     TINY,
@@ -31,7 +32,6 @@ from flux_shaped import (
     plan_of,
     recipe_for,
 )
-from memory import peak_of
 from rollout import Bench, limit, naive, seconds, wavefront
 from torch import Tensor, nn
 

@@ -14,7 +14,7 @@ import tempfile
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from diffusers import (
@@ -26,6 +26,8 @@ from diffusers import (
 from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
+
+from allocations import peak_of
 
 import tiny_diffusion
 import tiny_flux
@@ -41,6 +43,8 @@ from flowcredit.quiet import quiet_libraries
 from flowcredit.rollout import KeyedNoise, Rollout, rollout
 from flowcredit.update import update_policy
 from flowcredit.weights import EMA, trainable_parameters
+
+Measure = TypeVar("Measure")
 
 SIZES = {"num_attention_heads": 4, "attention_head_dim": 32}
 NETWORKS: Mapping[str, Callable[[], Any]] = {
@@ -166,7 +170,7 @@ def compare(recipe: Recipe) -> Compared:
     planned = estimate(recipe)
     assert planned is not None
     setup = assemble(recipe)
-    measured = _Run(setup).iterate()
+    measured = Iteration(setup).iterate()
     sizes = {part.name: part.size for part in planned.parts if part.size is not None}
     phases = dict(planned.phases)
     # The reference's velocities are computed within the update.
@@ -177,7 +181,7 @@ def compare(recipe: Recipe) -> Compared:
     return Compared(sizes, {name: size for name, size in measured.items() if name in sizes})
 
 
-class _Run:
+class Iteration:
     """An iteration of training that is not the first, and what its parts take."""
 
     def __init__(self, setup: Setup) -> None:
@@ -193,6 +197,19 @@ class _Run:
         self.optimizer.zero_grad(set_to_none=True)
 
     def iterate(self) -> dict[str, int]:
+        """Bytes by the plan's names of parts and phases, and each phase's own."""
+        standing = self._standing()
+        resident = sum(standing.values())
+        rolled, scored, trained, texts, kept = self.phases(peak_of)
+        own = {"rollout": texts + rolled, "scoring": kept + scored, "training": kept + trained}
+        phases = {f"phase: {name}": resident + size for name, size in own.items()}
+        return standing | {f"{name}'s own": size for name, size in own.items()} | phases
+
+    def phases(
+        self, measure: Callable[[Callable[[], None]], Measure]
+    ) -> tuple[Measure, Measure, Measure, int, int]:
+        """What ``measure`` gives for rollout, scoring and update; the bytes of the texts, and of what a
+        rollout leaves with them."""
         setup, recipe = self.setup, self.setup.recipe
         prompts = setup.train_prompts.take(range(recipe.train.prompts_per_iteration))
         cond = setup.model.encode(prompts.prompts)
@@ -200,8 +217,6 @@ class _Run:
         plan = setup.algorithm.plan
         done: list[Rollout] = []
         scores: list[dict[int, Tensor]] = []
-        standing = self._standing()
-        resident = sum(standing.values())
 
         def roll_out() -> None:
             done.append(
@@ -220,9 +235,9 @@ class _Run:
                 )[0]
             )
 
-        rolled = peak_of(roll_out)
+        rolled = measure(roll_out)
         kept = _bytes([*_tensors(done[0]), *cond.values()])
-        scored = peak_of(score)
+        scored = measure(score)
         advantages = credit_steps(plan, scores[0], setup.reward_weights)
 
         def update() -> None:
@@ -236,11 +251,7 @@ class _Run:
                 setup.reference,
             )
 
-        trained = peak_of(update)
-        texts = _bytes(cond.values())
-        own = {"rollout": texts + rolled, "scoring": kept + scored, "training": kept + trained}
-        phases = {f"phase: {name}": resident + size for name, size in own.items()}
-        return standing | {f"{name}'s own": size for name, size in own.items()} | phases
+        return rolled, scored, measure(update), _bytes(cond.values()), kept
 
     def _standing(self) -> dict[str, int]:
         """Bytes of what is there between phases, by the plan's names of parts."""
@@ -264,20 +275,6 @@ class _Run:
         if self.setup.reference is not None and not adapters:
             found["reference copy"] = _bytes(self.parameters.values())
         return found
-
-
-def peak_of(run: Callable[[], None]) -> int:
-    """The most bytes that are in use at once while ``run`` lasts, beside those in use before."""
-    activities = [torch.profiler.ProfilerActivity.CPU]
-    with torch.profiler.profile(activities=activities, profile_memory=True) as profile:
-        run()
-    assert profile.profiler is not None
-    events = [e for e in profile.profiler.kineto_results.events() if e.name() == "[memory]"]
-    now = most = 0
-    for event in sorted(events, key=lambda e: e.start_ns()):
-        now += event.nbytes()
-        most = max(most, now)
-    return most
 
 
 def _of(module: nn.Module) -> int:

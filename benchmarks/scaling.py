@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from allocations import peak_of
 from rich.console import Console
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -137,6 +138,7 @@ class Trial:
             began = time.perf_counter()
             self.iterate(iteration)
             seconds.append(time.perf_counter() - began)
+        peak = peak_of(lambda: self.iterate(iterations + 2))
         self.steps = 0
         with Sent(self.world.size) as sent:
             found = self.iterate(iterations + 1)
@@ -153,6 +155,7 @@ class Trial:
                 "weights": _bytes(own_part(each) for each in self.parameters.values()),
                 "gradients": self.gradients,
                 "Adam's moments": _bytes(own_part(each) for each in moments),
+                "the most at once beside weights and moments": peak,
             },
         }
 
@@ -219,7 +222,11 @@ def report(processes: int, prompts: int, iterations: int) -> None:
         )
         planned = derived(processes, [*same, f"parallel.sharding={layout}"])
         print(f"bytes sent, {layout} / as flowcredit plan --gpus derives: {sent / planned:.4f}")
-    for name in alone["memory"]:
+    for found in several.values():
+        for each in found:
+            # The peak holds the gradients.
+            each["memory"]["all"] = sum(size for name, size in each["memory"].items() if name != "gradients")
+    for name in several["sharded"][0]["memory"]:
         whole = max(each["memory"][name] for each in several["replicated"])
         part = max(each["memory"][name] for each in several["sharded"])
         print(

@@ -24,7 +24,7 @@ FLAGS = (
 
 
 def browser_program() -> str:
-    """The browser of this machine. Tests skip without one, or fail where FLOWCREDIT_BROWSER=required."""
+    """The browser of this machine. Without one tests skip, or fail under FLOWCREDIT_BROWSER=required."""
     found = next(filter(None, map(shutil.which, NAMES)), None)
     if found is None:
         advice = f"no browser is installed (one of {', '.join(NAMES)})"

@@ -339,7 +339,7 @@ def finished_run(recipe: Recipe, run_dir: Path) -> Path:
         name: value.detach() * 0.5
         for name, value in trainable_parameters(build_model(recipe).network).items()
     }
-    RunFolder(run_dir).create(recipe)
+    RunFolder(run_dir).create(recipe, {})
     save_checkpoint(RunFolder(run_dir).checkpoints, 5, {"weights": halved}, {}, keep_last=1)
     return run_dir
 

@@ -100,6 +100,36 @@ def test_signs_of_iterations_count_in_a_row() -> None:
     assert Guard(GuardSettings(), {"a": 1.0}).look({"ratio_max_deviation": 1e9, "kl_reference": 1e9}) is None
 
 
+def test_rollouts_far_below_the_first_are_a_sign() -> None:
+    """By hand: 0 to 15 has the standard deviation sqrt(16 * 17 / 12) = 4.761, so the difference of two means
+    of 8 prompts an error of 2.380, and four of them are 9.522."""
+
+    def looked(base: Evaluation | None, *means: float | None) -> list[str | None]:
+        guard = Guard(GuardSettings(patience=2, action="stop"), {"a": 1.0})
+        if base is not None:
+            guard.judge(base)
+        return [guard.look({"prompts": 8, "reward/a": mean}) for mean in means]
+
+    before = evaluation(0, 0.0)
+    assert looked(before, None, 10.0, 0.47, 0.47)[:3] == [None] * 3
+    assert (
+        looked(before, None, 10.0, 0.47, 0.47)[3]
+        == "a in rollouts is 0.47, 10 at first, in 2 iterations in a row"
+    )
+    assert looked(before, 10.0, 0.49, 0.49) == looked(None, 10.0, 0.0, 0.0) == [None] * 3
+    assert looked(before, 10.0, 0.47, 10.0, 0.47) == [None] * 4
+
+
+def test_a_reward_of_negative_weight_shall_fall() -> None:
+    before, down, up = evaluation(0, 0.0), evaluation(10, -0.5, -1.5), evaluation(20, 0.5, 1.5)
+    guard = Guard(GuardSettings(patience=1, action="stop"), {"a": -1.0, "b": 0.0})
+    assert [guard.judge(before), guard.judge(down)] == [None, None]
+    assert guard.judge(up) == "held-out a has risen by 1 ± 0.13 from what it was before training"
+    first, fallen, risen = (guard.look({"prompts": 8, "reward/a": mean}) for mean in (10.0, 0.0, 20.0))
+    assert (first, fallen) == (None, None)
+    assert risen is not None
+
+
 def test_a_warning_is_given_once() -> None:
     guard = Guard(GuardSettings(kl=0.5, patience=2, action="warn"), {"a": 1.0})
     said = [guard.look({"kl_reference": 0.6}) is not None for _ in range(5)]
@@ -120,10 +150,13 @@ def test_what_a_guard_knows_is_read_back_from_the_run(tmp_path: Path) -> None:
     for each in (evaluation(0, 0.0), evaluation(2, 4.0), evaluation(4, 3.0)):
         save_evaluation(each, tmp_path)
     for iteration, spread in enumerate((0.5, 0.01, 0.01, 0.01), start=1):
-        folder.append_log({"iteration": iteration, "image_spread": spread})
+        folder.append_log(
+            {"iteration": iteration, "image_spread": spread, "prompts": 8, "reward/a": -iteration}
+        )
     guard = guard_of(folder, GuardSettings(action="stop"), {"a": 1.0}, 3)
     assert guard.best is not None
     assert (guard.best.iteration, guard.first_spread, guard.streaks["image_spread"]) == (2, 0.5, 2)
+    assert guard.first_rewards == {"a": -1}
     assert guard.look({"image_spread": 0.01}) is not None
     assert best_iterations(folder, {"a": 1.0}, 1) == [2]
     assert best_iterations(folder, {"a": -1.0}, 5) == [4, 2]

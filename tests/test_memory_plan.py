@@ -13,6 +13,7 @@ import memory
 import pytest
 import torch
 import transformers
+from allocations import peak_of
 from diffusers import AutoencoderKL, FluxTransformer2DModel
 from safetensors import safe_open
 
@@ -210,7 +211,7 @@ def test_a_gpus_rules_for_norms_are_those_of_autocast(checkpoints: bool) -> None
         mock.patch("torch.nn.functional.layer_norm", _layer_norm_of_a_gpu),
         mock.patch("torch.nn.RMSNorm.forward", rms_norm),
     ):
-        measured = memory.peak_of(step)
+        measured = peak_of(step)
     component = folders.Component("transformer", "FluxTransformer2DModel", config, None)
     inputs = Inputs((tokens, 16), (words, 16), 16, (4, 24, 24))
 

@@ -282,3 +282,32 @@ def test_a_reward_without_scores_beside_another_is_told(tmp_path: Path) -> None:
     log = [json.loads(line) for line in (tmp_path / "run" / "log.jsonl").read_text().splitlines()]
     assert [line["reward/silent_rewards:nothing"] for line in log] == [None, None]
     assert (tmp_path / "run" / "final").is_dir()
+
+
+@pytest.mark.parametrize(
+    ("asked", "meant"),
+    [
+        ("shapes_g2rpo", "recipes/shapes_g2rpo.yaml"),
+        ("shapes_dance_grpo.yaml", "recipes/shapes_dance_grpo.yaml"),
+        ("mien.yaml", "mine.yaml"),
+        ("unlike.yaml", None),
+    ],
+)
+def test_a_recipe_that_is_not_there_brings_up_the_one_that_is(
+    asked: str, meant: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("mine.yaml").write_text("name: mine\n")
+    with pytest.raises(InputError, match="no such file") as refused:
+        load_recipe(Path(asked), [])
+    assert ("did you mean" in str(refused.value)) == (meant is not None)
+    assert meant is None or f"(did you mean {meant}?)" in str(refused.value)
+
+
+def test_a_setting_of_another_algorithm_is_not_taken_for_a_misspelling() -> None:
+    with pytest.raises(InputError) as refused:
+        load_recipe(RECIPES / "shapes_g2rpo.yaml", ["algorithm.name=mix_grpo"])
+    said = str(refused.value)
+    assert "'algorithm.train_steps' of algorithm mix_grpo" in said
+    assert "did you mean" not in said
+    assert "known here: num_steps, group_size" in said

@@ -125,9 +125,9 @@ def test_lines_of_the_log_that_are_none_are_passed_over(run: Path) -> None:
 def test_a_run_killed_as_its_folder_was_made_can_begin_again(recipe: Path, tmp_path: Path) -> None:
     (tmp_path / ".run.partial").mkdir()
     (tmp_path / ".run.partial" / "recipe.yaml.partial").write_text("nam")
-    RunFolder(tmp_path / "run").create(load_recipe(recipe))
+    RunFolder(tmp_path / "run").create(load_recipe(recipe), {})
     assert [entry.name for entry in tmp_path.iterdir()] == ["run"]
-    assert [entry.name for entry in (tmp_path / "run").iterdir()] == ["recipe.yaml"]
+    assert {entry.name for entry in (tmp_path / "run").iterdir()} == {"recipe.yaml", "environment.json"}
 
 
 def test_one_process_at_a_time_works_in_a_run(run: Path) -> None:

@@ -47,6 +47,8 @@ FREE = {
     "scoring.overlap",
     "evaluation.every",
     "logging.every",
+    "logging.trackers",
+    "logging.project",
     "model.offload",
     "rollout.batch_size",
     "scoring.batch_size",
@@ -95,7 +97,19 @@ def run_of(method: str, root: Path) -> Path:
 
 CANDIDATES: tuple[Any, ...] = (
     *(True, False, 7, 2, 1, 3, 4, 5, 6, 8, 24, 64, 0.5, 0.25, 0.9, 1.5, [1], [0], [2], [0.5, 0.5]),
-    *("other", "other:place", "t/2", ["vae"], ["to_q"], {"a": 1}, "lora", "guarded", "noise", "rewards"),
+    *(
+        "other",
+        "other:place",
+        "t/2",
+        ["vae"],
+        ["to_q"],
+        ["trackio"],
+        {"a": 1},
+        "lora",
+        "guarded",
+        "noise",
+        "rewards",
+    ),
     *("no", "skip", "sharded", "scheduler", "cps", "float32", "linear", "accumulated", "per_step", "state"),
     *(
         "stop",
@@ -185,6 +199,8 @@ BITWISE = {
         "checkpoint.keep_last=1",
         "evaluation.every=1",
         "logging.every=2",
+        "logging.trackers=[]",
+        "logging.project=other",
         "train.on_nonfinite=skip",
         "guard.action=stop",
     ),

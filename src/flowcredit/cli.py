@@ -25,12 +25,11 @@ from flowcredit.cli_inputs import (
     chosen_prompts,
     only_overrides,
     open_source,
-    recipes,
-    recipes_and_runs,
     refuse_existing,
     refuse_existing_run,
     say_how_to_resume,
 )
+from flowcredit.completion import complete_recipe
 from flowcredit.errors import InputError, SharedError
 from flowcredit.published import PUBLISHED, published_table
 from flowcredit.tool_commands import check, compare, export, launch, replay, serve_reward
@@ -52,7 +51,7 @@ RecipeOrRun = Annotated[
         metavar="RECIPE|RUN",
         help="A recipe file, or the folder of a run.",
         show_default=False,
-        autocompletion=recipes_and_runs,
+        autocompletion=complete_recipe,
     ),
 ]
 
@@ -117,7 +116,10 @@ def train(
     recipe: Annotated[
         str | None,
         typer.Argument(
-            metavar="RECIPE", help="A recipe file (YAML).", show_default=False, autocompletion=recipes
+            metavar="RECIPE",
+            help="A recipe file (YAML).",
+            show_default=False,
+            autocompletion=complete_recipe,
         ),
     ] = None,
     overrides: Overrides = None,
@@ -360,10 +362,15 @@ def report(
 
 
 @app.command()
-def settings() -> None:
+def settings(
+    markdown: Annotated[bool, typer.Option("--markdown", help="As a page in Markdown.")] = False,
+) -> None:
     """List every setting of a recipe: its default, and what it is."""
-    from flowcredit.recipe_io import list_settings
+    from flowcredit.recipe_io import list_settings, settings_page
 
+    if markdown:
+        typer.echo(settings_page(), nl=False)
+        return
     for each in list_settings():
         default = "(required)" if each.default is None else each.default
         typer.echo(f"{each.setting} = {default}\n    {each.description}")

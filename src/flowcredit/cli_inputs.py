@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from flowcredit.completion import complete_setting
 from flowcredit.errors import InputError
 from flowcredit.processes import resume_command
 from flowcredit.visible import visible
@@ -26,6 +27,7 @@ Overrides = Annotated[
         metavar="SETTING=VALUE",
         help="Settings to change, such as train.learning_rate=1e-5; flowcredit settings lists all.",
         show_default=False,
+        autocompletion=complete_setting,
     ),
 ]
 
@@ -65,21 +67,6 @@ NetworkGbs = Annotated[
 GpusPerMachine = Annotated[
     int | None, typer.Option(metavar="N", min=1, help="GPUs of one machine; 8.", show_default=False)
 ]
-
-
-def recipes(incomplete: str) -> list[str]:
-    """For the shell's completion: the bundled recipes, as they are named anywhere, and those of the folder
-    that is being typed."""
-    bundled = [f"recipes/{file.name}" for file in (Path(__file__).parent / "recipes").glob("*.yaml")]
-    folder = Path(incomplete if incomplete.endswith("/") else Path(incomplete).parent)
-    there = [str(file) for file in folder.glob("*.yaml")]
-    return sorted({name for name in (*bundled, *there) if name.startswith(incomplete)})
-
-
-def recipes_and_runs(incomplete: str) -> list[str]:
-    """``recipes``, and the folders of runs."""
-    runs = [str(file.parent) for file in Path().glob("runs/*/recipe.yaml")]
-    return [*recipes(incomplete), *sorted(name for name in runs if name.startswith(incomplete))]
 
 
 def assumptions(gpus: int | None, given: "Mapping[str, float | None]") -> "Assumptions":

@@ -5,8 +5,10 @@ run's log and evaluations, so a resumed run is guarded as if it had never stoppe
 """
 
 import json
+import math
+import statistics
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -35,6 +37,8 @@ class Guard:
     base: Evaluation | None = None
     best: Evaluation | None = None
     first_spread: float | None = None
+    first_rewards: dict[str, float] = field(default_factory=dict)
+    """Of the rollouts of the first iteration that had any, by reward."""
     streaks: Counter[str] = field(default_factory=Counter)
 
     def look(self, record: Mapping[str, Any]) -> str | None:
@@ -42,7 +46,8 @@ class Guard:
         spread = record.get("image_spread")
         if self.first_spread is None:
             self.first_spread = spread
-        for name, why in _signs(record, spread, self.first_spread, self.settings):
+        signs = _signs(record, spread, self.first_spread, self.settings)
+        for name, why in (*signs, *self._rollouts_fallen(record)):
             self.streaks[name] = self.streaks[name] + 1 if why else 0
             # A warning is given once, not in every iteration that follows.
             over = self.streaks[name] - self.settings.patience
@@ -62,6 +67,30 @@ class Guard:
             self.best = evaluation
         return why
 
+    def _directions(self) -> Iterator[tuple[str, float]]:
+        """Each trained reward, with 1 where it is to rise and -1 where, by a negative weight, to fall."""
+        return ((name, math.copysign(1.0, weight)) for name, weight in self.weights.items() if weight)
+
+    def _rollouts_fallen(self, record: Mapping[str, Any]) -> Iterator[tuple[str, str | None]]:
+        """By reward: whether its mean in rollouts is clearly below that of the first iteration.
+
+        Each iteration has other prompts, so the error is that of two means of so many prompts, which vary as
+        the held-out prompts' scores did before training. It sees what held-out evaluations come too late for,
+        or what an average of the weights hides from them.
+        """
+        for name, toward in self._directions():
+            now = record.get(f"reward/{name}")
+            if now is None:
+                continue
+            first = self.first_rewards.setdefault(name, now)
+            scores = [] if self.base is None else [s for s in self.base.scores[name] if not math.isnan(s)]
+            if len(scores) < FEWEST_PROMPTS:
+                continue
+            error = statistics.stdev(scores) * math.sqrt(2 / record["prompts"])
+            fallen = toward * (first - now) > self.settings.heldout_errors * error > 0
+            words = f"{name} in rollouts is {now:.4g}, {first:.4g} at first" if fallen else None
+            yield f"reward/{name}", words
+
     def _stands(self, evaluation: Evaluation) -> float:
         assert self.base is not None
         return standing(self.base, evaluation, self.weights)
@@ -71,12 +100,13 @@ class Guard:
         assert self.base is not None
         if len(now.prompts) < FEWEST_PROMPTS or before.prompts != now.prompts:
             return None
-        for name in self.weights:
+        for name, toward in self._directions():
             change = paired_change(before, now, name)
-            gain = paired_change(self.base, before, name)
-            clearly = change.mean < -self.settings.heldout_errors * change.standard_error
-            if clearly and (before is self.base or -change.mean > share * gain.mean > 0):
-                return _fall(name, before, now, change)
+            gain = toward * paired_change(self.base, before, name).mean
+            loss = -toward * change.mean
+            clearly = loss > self.settings.heldout_errors * change.standard_error
+            if clearly and (before is self.base or loss > share * gain > 0):
+                return _fall(name, before, change)
         return None
 
 
@@ -105,10 +135,10 @@ def _signs(
     return found
 
 
-def _fall(name: str, before: Evaluation, now: Evaluation, change: Summary) -> str:
+def _fall(name: str, before: Evaluation, change: Summary) -> str:
     then = "before training" if before.iteration == 0 else f"at iteration {before.iteration}"
-    by = f"{-change.mean:.4g} ± {change.standard_error:.2g}"
-    return f"held-out {name} has fallen by {by} from what it was {then}"
+    by = f"{abs(change.mean):.4g} ± {change.standard_error:.2g}"
+    return f"held-out {name} has {'fallen' if change.mean < 0 else 'risen'} by {by} from what it was {then}"
 
 
 def guard_of(
@@ -116,12 +146,15 @@ def guard_of(
 ) -> Guard:
     """The guard of a run after ``iteration`` finished ones, from what the run has written."""
     guard = Guard(settings, weights)
+    evaluations = evaluations_of(folder)
+    if 0 in evaluations:
+        guard.judge(evaluations[0])
     for record in folder.log_records():
         if record["iteration"] <= iteration:
             guard.look(record)
-    for number, evaluation in evaluations_of(folder).items():
+    for number, evaluation in evaluations.items():
         # That of this very iteration is judged anew when the loop comes to it.
-        if number < iteration or number == 0:
+        if 0 < number < iteration:
             guard.judge(evaluation)
     return guard
 

@@ -106,6 +106,7 @@ REGISTERED: Mapping[str, Registered] = {
         {"path": "the folder of PickScore's CLIPModel", "processor": "the folder of its processor"},
     ),
     "http": Registered("http", "load_http", settings="HttpOptions"),
+    "ray": Registered("ray_actors", "load_ray", settings="RayOptions"),
     "chat": Registered("chat", "load_chat", settings="ChatOptions"),
     "sharpness": Registered("sharpness", "load_sharpness"),
 }

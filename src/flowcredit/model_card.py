@@ -1,8 +1,6 @@
 """The card of exported weights: what was trained on what, how, and what it measured; Markdown, for a hub."""
 
 import json
-import platform
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import yaml
@@ -11,9 +9,9 @@ from flowcredit.comparison import Evaluation, compare, format_summary, moment
 from flowcredit.config import Recipe
 from flowcredit.recipe_io import dump_recipe
 from flowcredit.run_folder import write_text
+from flowcredit.versions import versions
 from flowcredit.visible import code_block, code_span, markdown
 
-PACKAGES = ("flowcredit", "torch", "diffusers", "transformers", "peft", "safetensors")
 PAPERS = {
     "g2rpo": "G²RPO (Granular-GRPO), arXiv 2510.01982",
     "dense_grpo": "DenseGRPO, arXiv 2601.20218",
@@ -70,7 +68,7 @@ def model_card(recipe: Recipe, pipeline: str, before: Evaluation | None, after: 
         "",
         code_block("yaml", dump_recipe(recipe).rstrip()),
         "",
-        f"Made with {', '.join(_versions())}.",
+        f"Made with {', '.join(versions())}.",
     ]
     return "\n".join(head) + "\n"
 
@@ -114,13 +112,3 @@ def _quoted(text: str) -> str:
 def _literal(text: str) -> str:
     """A text in Python, between double quotes."""
     return json.dumps(text, ensure_ascii=not text.isprintable())
-
-
-def _versions() -> list[str]:
-    found = [f"Python {platform.python_version()}"]
-    for package in PACKAGES:
-        try:
-            found.append(f"{package} {version(package)}")
-        except PackageNotFoundError:
-            continue
-    return found

@@ -124,6 +124,26 @@ def list_settings(kind: type[Section] = Recipe) -> list[SettingInfo]:
     ]
 
 
+def settings_page() -> str:
+    """Every setting as a page in Markdown, a section of the recipe at a time."""
+    lines = [
+        "# Every setting",
+        "",
+        "Made by `flowcredit settings --markdown`. `train.learning_rate=1e-5` on the command line changes a",
+        "value; in a file each dot is a level.",
+    ]
+    section = ""
+    for each in list_settings():
+        head = each.setting.partition(".")[0] if "." in each.setting else "the run"
+        if head != section:
+            section = head
+            lines += ["", f"## {section}", "", "| setting | default | what it is |", "|---|---|---|"]
+        default = "required" if each.default is None else f"`{each.default}`"
+        cells = (f"`{each.setting}`", default, each.description)
+        lines.append(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |")
+    return "\n".join(lines) + "\n"
+
+
 def _apply(kind: type[Section], data: dict[str, Any], places: dict[KeyPath, str], override: str) -> None:
     """Sets one value in ``data``; whether its name is known is for the check of the whole to say."""
     label = f"override '{override}'"
@@ -233,7 +253,9 @@ def _nearest_setting(kind: type[Section], path: KeyPath, data: Any) -> str:
         return f"in a file, each dot is a level: {wanted.replace('.', ': {')}: ...{'}' * wanted.count('.')}"
     if close := nearest(wanted, here.model_fields):
         return f"did you mean '{'.'.join([*prefix, close])}'?"
-    if close := nearest(wanted, everywhere.values()):
+    # Another kind of this section has a setting of this very name: it is not misspelt.
+    misspelt = ".".join([*prefix, wanted]) not in everywhere
+    if misspelt and (close := nearest(wanted, everywhere.values())):
         full = next(name for name, last in everywhere.items() if last == close)
         return f"did you mean '{full}'?"
     return f"known here: {', '.join(here.model_fields)}"

@@ -14,6 +14,7 @@ from flowcredit.interrupts import Interrupt
 from flowcredit.progress import Progress, go_back, reward_weights
 from flowcredit.run_folder import RunFolder
 from flowcredit.standing import best_iterations
+from flowcredit.trackers import Trackers
 
 
 @dataclass(frozen=True)
@@ -26,6 +27,7 @@ class Run:
     monitor: Monitor
     interrupt: Interrupt
     guard: Guard
+    trackers: Trackers
 
     @property
     def world(self) -> World:
@@ -58,6 +60,8 @@ def heed(run: Run, why: str | None) -> None:
         )
     go_back(folder, progress, recipe, back)
     run.guard.streaks.clear()
+    if world.first:
+        run.trackers.begin(back)
     run.monitor.go_back(back)
 
 

@@ -59,12 +59,15 @@ class RunFolder:
                 f" --resume {self.path}`, or choose another name (name=my_run)"
             )
 
-    def create(self, recipe: Recipe) -> None:
-        """Make the folder with its recipe, both at once. Raises InputError if something is there already."""
+    def create(self, recipe: Recipe, environment: Mapping[str, str]) -> None:
+        """Make the folder with its recipe and what it was begun with, all at once. Raises InputError if
+        something is there already."""
         self.check_free()
         partial = self.path.with_name(f".{self.path.name}.partial")
         shutil.rmtree(partial, ignore_errors=True)
-        RunFolder(partial).write_recipe(recipe)
+        begun = RunFolder(partial)
+        begun.write_recipe(recipe)
+        write_text(begun.environment, json.dumps(environment, indent=1) + "\n")
         partial.rename(self.path)
 
     def write_recipe(self, recipe: Recipe) -> None:
@@ -88,6 +91,14 @@ class RunFolder:
     @property
     def guard(self) -> Path:
         return self.path / "guard.jsonl"
+
+    @property
+    def environment(self) -> Path:
+        return self.path / "environment.json"
+
+    @property
+    def tensorboard(self) -> Path:
+        return self.path / "tensorboard"
 
     @property
     def faults(self) -> Path:

@@ -75,11 +75,19 @@ class CheckpointSettings(Section):
     are then also written at every evaluation. None: 0."""
 
 
+TrackerName = Literal["tensorboard", "wandb", "trackio"]
+
+
 class LoggingSettings(Section):
     """What is told while it runs."""
 
     every: Count = 1
     """Iterations between lines on the console; 1. The JSONL log holds every iteration."""
+    trackers: Literal["auto"] | tuple[TrackerName, ...] = "auto"
+    """Where figures and held-out images are shown besides: a list of `tensorboard`, `wandb`, `trackio`; `[]`
+    for none. `auto` is TensorBoard where it is installed."""
+    project: Text = "flowcredit"
+    """The project's name for `wandb` and `trackio`; flowcredit."""
 
 
 class ParallelSettings(Section):
@@ -100,7 +108,8 @@ class GuardSettings(Section):
     rate; warn, as a run that recovers shall not be lost."""
     heldout_errors: Annotated[Number, Field(gt=0, le=1000)] = 4.0
     """A trained reward has collapsed on held-out prompts where it has fallen below the model before training
-    by more than so many standard errors of the change; 4, which chance hardly reaches."""
+    by more than so many standard errors of the change; 4, which chance hardly reaches. In rollouts where its
+    mean has fallen as far below that of the first iteration, `patience` times."""
     heldout_lost: Annotated[Number, Field(gt=0, le=1)] = 0.5
     """And where it has lost more than this share of its best gain, by as many standard errors; half."""
     image_spread: Annotated[Number, Field(ge=0, lt=1)] = 0.1
@@ -113,7 +122,7 @@ class GuardSettings(Section):
     clip_fraction: Annotated[Number, Field(gt=0, lt=1)] | None = None
     """Largest share of clipped ratios; no limit, as G²RPO's narrow range clips most of them."""
     patience: Count = 3
-    """Iterations in a row in which one of the last four must hold; 3, so that one odd batch does nothing."""
+    """Iterations in a row in which a sign that is no evaluation must hold; 3, for an odd batch is none."""
     returns: Count = 2
     """How often a run returns before it stops; 2."""
     rate: Annotated[Number, Field(gt=0, lt=1)] = 0.5

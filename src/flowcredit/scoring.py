@@ -218,8 +218,8 @@ def _score(name: str, reward: Reward, batch: Batch, policy: Policy) -> tuple[Ten
         if len(batch) > 1:
             return _score_singly(name, reward, batch, policy, cause)
         if policy.on_error == "stop":
-            raise _failure(name, batch, _describe(cause)) from cause
-        policy.skip(name, _describe(cause), batch)
+            raise _failure(name, batch, describe(cause)) from cause
+        policy.skip(name, describe(cause), batch)
         return torch.full((1,), torch.nan), 1
     infinite = scores.isinf()
     if infinite.any():
@@ -239,8 +239,8 @@ def _score_singly(
     if policy.on_error == "stop":
         raise RewardError(
             f"reward {name!r} fails on {len(batch)} images at once, though on none of them alone: "
-            f"{_describe(cause)}; score fewer images at a time",
-            batch.fault(name, _describe(cause)),
+            f"{describe(cause)}; score fewer images at a time",
+            batch.fault(name, describe(cause)),
         ) from cause
     return torch.cat([scores for scores, _ in results]), sum(failures for _, failures in results)
 
@@ -301,7 +301,8 @@ def _failure(name: str, batch: Batch, cause: str, others: int | None = None) -> 
     )
 
 
-def _describe(cause: BaseException) -> str:
+def describe(cause: BaseException) -> str:
+    """What was raised, and where, in a line."""
     frames = traceback.extract_tb(cause.__traceback__)
     where = f" ({Path(frames[-1].filename).name}, line {frames[-1].lineno})" if frames else ""
     return f"{type(cause).__name__}: {one_line(cause)}{where}"

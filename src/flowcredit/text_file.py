@@ -1,8 +1,10 @@
 """Reading a user's text file: UTF-8 with or without a byte order mark, any line ending."""
 
+from contextlib import suppress
 from pathlib import Path
 
 from flowcredit.errors import InputError
+from flowcredit.nearest import nearest
 
 PACKAGE = Path(__file__).parent
 BROUGHT_ALONG = ("recipes", "comparisons")
@@ -14,6 +16,21 @@ def found(path: Path) -> Path:
     inside = PACKAGE / path
     own = not path.is_absolute() and path.parts[:1] and path.parts[0] in BROUGHT_ALONG
     return inside if own and ".." not in path.parts and not path.exists() and inside.is_file() else path
+
+
+def _meant(path: Path) -> str:
+    """The file that is probably meant, by its neighbours' names and those brought along; empty for none."""
+    beside: list[Path] = []
+    with suppress(OSError):
+        beside = list(path.parent.iterdir())
+    names = {str(file) for file in beside if file.is_file() and file.suffix == (path.suffix or file.suffix)}
+    if not path.is_absolute() and path.suffix in ("", ".yaml"):
+        names |= {
+            str(file.relative_to(PACKAGE)) for own in BROUGHT_ALONG for file in (PACKAGE / own).glob("*.yaml")
+        }
+    stems = {Path(name).stem: name for name in sorted(names)}
+    close = nearest(path.stem, stems)
+    return "" if close is None else f" (did you mean {stems[close]}?)"
 
 
 def read_text(path: Path, what: str) -> str:
@@ -29,7 +46,7 @@ def read_text(path: Path, what: str) -> str:
         raw = found(path).read_bytes()
     except FileNotFoundError:
         raise InputError(
-            f"{path}: no such file; expected {what} (paths are relative to {Path.cwd()})"
+            f"{path}: no such file{_meant(path)}; expected {what} (paths are relative to {Path.cwd()})"
         ) from None
     except OSError as error:
         raise InputError(f"{path}: cannot be read ({error.strerror}); expected {what}") from None

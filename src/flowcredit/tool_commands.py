@@ -6,13 +6,16 @@ from typing import Annotated
 
 import typer
 
-from flowcredit.cli_inputs import INTERRUPTED, Overrides, recipes, recipes_and_runs
+from flowcredit.cli_inputs import INTERRUPTED, Overrides
+from flowcredit.completion import complete_recipe, complete_reward
 
 
 def check(
     recipe: Annotated[
         str,
-        typer.Argument(metavar="RECIPE", help="A recipe file.", show_default=False, autocompletion=recipes),
+        typer.Argument(
+            metavar="RECIPE", help="A recipe file.", show_default=False, autocompletion=complete_recipe
+        ),
     ],
     overrides: Overrides = None,
 ) -> None:
@@ -81,7 +84,12 @@ def export(
 def serve_reward(
     name: Annotated[
         str,
-        typer.Argument(metavar="NAME", help="A reward by name, or module:attribute.", show_default=False),
+        typer.Argument(
+            metavar="NAME",
+            help="A reward by name, or module:attribute.",
+            show_default=False,
+            autocompletion=complete_reward,
+        ),
     ],
     option: Annotated[
         list[str] | None,
@@ -127,7 +135,7 @@ Recipes = Annotated[
         metavar="RECIPE...|FILE",
         help="Recipes, or folders of runs; or one comparison file.",
         show_default=False,
-        autocompletion=recipes_and_runs,
+        autocompletion=complete_recipe,
     ),
 ]
 Arms = Annotated[

@@ -34,8 +34,10 @@ from flowcredit.run_folder import RunFolder
 from flowcredit.scoring import RewardError
 from flowcredit.sharding import whole
 from flowcredit.standing import best_iterations
+from flowcredit.trackers import tracking, wanted
 from flowcredit.training_log import Record, iteration_line, iteration_record, unscored
 from flowcredit.update import UpdateMetrics, learning_rate, update_policy
+from flowcredit.versions import environment
 from flowcredit.weights import fingerprints, trainable_parameters
 
 SILENT_ITERATIONS = 5
@@ -50,12 +52,13 @@ def train(recipe: Recipe, run_dir: Path, console: Console | None = None) -> None
     folder = RunFolder(run_dir)
     with joined(recipe.parallel.timeout_s) as world:
         console = _console(console, world)
+        wanted(recipe.logging.trackers)
         if world.first:
             folder.check_free()
         world.wait()
         setup = assemble(recipe, world)
         if world.first:
-            folder.create(recipe)
+            folder.create(recipe, environment(setup.model.device, world.size))
         with _owned(folder, world):
             _run(setup, folder, start(setup, world), console)
 
@@ -71,6 +74,7 @@ def resume(run_dir: Path, overrides: Sequence[str] = (), console: Console | None
         console = _console(console, world)
         for note in left.notes:
             say(console, note)
+        wanted(recipe.logging.trackers)
         setup = assemble(recipe, world)
         progress = start(setup, world)
         if left.checkpoint is not None:
@@ -108,8 +112,9 @@ def _run(setup: Setup, folder: RunFolder, progress: Progress, console: Console) 
             world.note,
         ) as monitor,
         holding_interrupts(world) as held,
+        tracking(recipe, folder, progress.iteration, monitor.say, world.first) as trackers,
     ):
-        run = Run(setup, folder, progress, monitor, held, guard)
+        run = Run(setup, folder, progress, monitor, held, guard, trackers)
         try:
             _train(run)
         except (KeyboardInterrupt, RewardError, PairError) as stop:
@@ -136,6 +141,7 @@ def _train(run: Run) -> None:
         record = _iterate(run)
         if run.world.first:
             run.folder.append_log(record)
+            run.trackers.log(record, progress.iteration)
         if _to_be_saved(recipe, progress.iteration):
             save(run.folder, progress, recipe)
         run.monitor.finish_iteration(iteration_line(tuple(run.setup.rewards), record))
@@ -208,9 +214,11 @@ def _iterate(run: Run) -> Record:
     metrics = _update(run, rate, found)
     progress.iteration += 1
     _count(progress, found, time.monotonic() - began)
+    plan = setup.algorithm.plan_at(iteration)
+    steps = {i: plan.segments[i].path[0] for i in plan.transitions}
     record: Record = {"iteration": progress.iteration, "learning_rate": rate, "prompts": len(prompts)}
     record |= iteration_record(
-        tuple(setup.rewards), found.scores, found.counts, found.advantages, metrics, found.spread
+        tuple(setup.rewards), found.scores, found.counts, found.advantages, metrics, found.spread, steps
     )
     return record | progress.totals
 
@@ -306,14 +314,15 @@ def _evaluate_if_due(run: Run) -> Evaluation | None:
         return result
     result = replace(result, seconds=time.monotonic() - began)
     save_evaluation(result, folder.path)
-    means = "  ".join(
-        f"{name} {format_summary(summarise(s), error=False)}" for name, s in result.scores.items()
-    )
-    monitor.say(f"held-out at iteration {progress.iteration}: {means}")
+    means = {name: summarise(scores) for name, scores in result.scores.items()}
+    told = "  ".join(f"{name} {format_summary(each, error=False)}" for name, each in means.items())
+    monitor.say(f"held-out at iteration {progress.iteration}: {told}")
+    run.trackers.evaluated({name: each.mean for name, each in means.items()}, progress.iteration)
     if progress.iteration and folder.evaluation(0).exists():
         before, _ = load_evaluation(folder.evaluation(0))
         for line in alarms(before, result, tuple(setup.rewards)):
             monitor.say(line)
+    _report(folder)
     return result
 
 
@@ -333,9 +342,14 @@ def _finish(setup: Setup, folder: RunFolder, progress: Progress, console: Consol
     write_model_card(folder.final, setup.recipe, type(setup.model.pipeline).__name__, before, after)
     console.print(evaluation_table(after) if before is None else evaluation_table(before, after))
     say(console, f"weights for diffusers (dtype=torch.float32 or bfloat16): {folder.final}")
+    say(console, _report(folder))
+
+
+def _report(folder: RunFolder) -> str:
+    """Write the page of the run anew; a word on it. What stands in its way is no reason to stop a run."""
     try:
         from flowcredit.report import build_report
 
-        say(console, f"report: {build_report(folder.path)}")
+        return f"report: {build_report(folder.path)}"
     except InputError as error:
-        say(console, f"no report: {error}")
+        return f"no report: {error}"

@@ -23,6 +23,7 @@ def iteration_record(
     advantages: Mapping[int, Tensor],
     metrics: UpdateMetrics,
     spread: Tensor,
+    steps: Mapping[int, int],
 ) -> Record:
     """The record of one iteration, without its counters.
 
@@ -30,7 +31,9 @@ def iteration_record(
     deviation within a group, ``missing/`` the images without a score, ``failed/`` those of them on
     which the reward failed. ``dead_groups`` is the share of groups whose advantages are all 0.
     ``image_spread`` is the mean of ``spread`` [P], by which the images of a prompt differ.
-    Where nothing was sampled there are neither.
+    ``advantage/`` and ``dead_groups/`` with the number of a denoising step are the mean size of its
+    advantages, and the share of its groups in which all are 0; ``steps`` has the step of each transition, and
+    nothing where advantages are whole images' own. Where nothing was sampled there are none of these.
     """
     record: Record = {}
     if not advantages:
@@ -47,7 +50,17 @@ def iteration_record(
     groups = torch.cat([(each == 0).all(-1) for each in advantages.values()])
     record["dead_groups"] = _number(groups.float().mean())
     record["image_spread"] = _number(spread.nanmean())
-    return record | metrics
+    return record | _by_step(advantages, steps) | metrics
+
+
+def _by_step(advantages: Mapping[int, Tensor], steps: Mapping[int, int]) -> Record:
+    record: Record = {}
+    for step in sorted({steps[i] for i in advantages if i in steps}):
+        own = [each for i, each in advantages.items() if steps.get(i) == step]
+        record[f"advantage/{step}"] = _number(torch.cat([each.abs().flatten() for each in own]).mean())
+        dead = torch.cat([(each == 0).all(-1) for each in own])
+        record[f"dead_groups/{step}"] = _number(dead.float().mean())
+    return record
 
 
 def unscored(rewards: Sequence[str], record: Record) -> tuple[str, ...]:
@@ -73,6 +86,10 @@ def iteration_line(rewards: Sequence[str], record: Record) -> str:
             f" {record['implicit_accuracy']:.0%} of pairs"
         )
     parts.append(f"gradient {record['grad_norm']:.3f}" if "grad_norm" in record else "no update")
+    clipped = [record.get(f"clip_fraction_{side}") for side in ("low", "high")]
+    shares = {"clipped": sum(each for each in clipped if each is not None) if any(clipped) else None}
+    shares["no signal"] = record.get("dead_groups")
+    parts += [f"{name} {share:.0%}" for name, share in shares.items() if share]
     return "  ".join(parts)
 
 

@@ -69,9 +69,9 @@ def compare_command(
     With ``run`` false only the page of what there is. Raises InputError for whatever cannot work before
     anything is written, and KeyboardInterrupt when it was stopped.
     """
-    from flowcredit.report.parts import extras
+    from flowcredit.report.parts import with_figures
 
-    extras()
+    with_figures()
     for arm in comparison.arms:
         arm.load()
     if not run and not out.is_dir():

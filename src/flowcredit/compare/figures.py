@@ -12,7 +12,8 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import EngFormatter, MaxNLocator
 
 from flowcredit.compare.results import ArmResult, Point, Results, curve, estimate
-from flowcredit.report.style import COLOURS, STYLE, WIDTH, drawn, short, to_svg
+from flowcredit.report.parts import short
+from flowcredit.report.style import COLOURS, STYLE, WIDTH, drawn, to_svg
 
 MORE_COLOURS = (*COLOURS, "#56B4E9", "#B8860B", "#222222")
 DASHES = ("-", "--", "-.", ":")

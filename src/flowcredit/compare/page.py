@@ -32,7 +32,7 @@ from flowcredit.compare.tables import (
     settings_table,
 )
 from flowcredit.published import PUBLISHED
-from flowcredit.report.parts import extras, inline_svg
+from flowcredit.report.parts import inline_svg, with_figures
 from flowcredit.report.run_data import Snapshot
 from flowcredit.report.tiles import tiles
 from flowcredit.run_folder import write_text
@@ -47,7 +47,7 @@ def write_page(
     ``notes`` stand at the top, before what is found missing. Raises InputError where the packages for pages
     are not installed, or a file of a run cannot be read.
     """
-    environment = extras()
+    environment = with_figures()
     from flowcredit.compare.figures import learning_curves
 
     results = read_results(runs, out, comparison.steps)

@@ -20,7 +20,7 @@ from flowcredit.diagnostics import (
 from flowcredit.evaluate import weights_of
 from flowcredit.recipe_io import dump_recipe
 from flowcredit.report.diagnosis_files import write_diagnosis
-from flowcredit.report.parts import extras
+from flowcredit.report.parts import with_figures
 
 
 def diagnose_command(recipe: Recipe, run_dir: Path | None, out: Path, prompts: int) -> None:
@@ -28,7 +28,7 @@ def diagnose_command(recipe: Recipe, run_dir: Path | None, out: Path, prompts: i
 
     Raises InputError for whatever in the recipe cannot work, or if the packages for figures are missing.
     """
-    extras()
+    with_figures()
     check_folder(out, "--out")
     check_rewarded(recipe)
     console = Console()

@@ -11,7 +11,8 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from flowcredit.diagnostics import Diagnosis, gains, rank_correlations, stride_spread, variance_shares
-from flowcredit.report.style import BLUE, GREEN, ORANGE, STYLE, WIDTH, drawn, short
+from flowcredit.report.parts import short
+from flowcredit.report.style import BLUE, GREEN, ORANGE, STYLE, WIDTH, drawn
 
 MOST_LINES = 200
 """Trajectories drawn as lines of their own; all count in means and shares."""

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from flowcredit.diagnostics import Diagnosis
 from flowcredit.errors import InputError
-from flowcredit.report.parts import extras, inline_svg
+from flowcredit.report.parts import inline_svg, with_figures
 from flowcredit.run_folder import write_text
 
 DOTS_PER_INCH = 110
@@ -17,7 +17,7 @@ def write_diagnosis(diagnosis: Diagnosis, out: Path, name: str, recipe_text: str
 
     Raises InputError if the packages for figures are not installed.
     """
-    environment = extras()
+    environment = with_figures()
     from flowcredit.report.diagnosis_figures import figures
 
     out.mkdir(parents=True, exist_ok=True)

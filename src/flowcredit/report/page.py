@@ -10,8 +10,11 @@ from typing import Any
 
 from flowcredit.comparison import ComparisonRow, Summary, alarms, compare, format_summary, moment, moved
 from flowcredit.console import duration
+from flowcredit.report import figures
+from flowcredit.report.changes import Change, extremes
 from flowcredit.report.diagnosis_files import described, diagnosis_of_run, pictures
-from flowcredit.report.parts import extras, inline_svg
+from flowcredit.report.origin import environment_of, origin_of, repetition
+from flowcredit.report.parts import extras
 from flowcredit.report.run_data import RunData, Snapshot, comparable, read_run
 from flowcredit.report.tiles import tiles
 from flowcredit.run_folder import write_text
@@ -24,29 +27,35 @@ def build_report(run_dir: Path) -> Path:
     killed, or has no evaluation yet gets the parts that there are.
 
     Raises:
-        InputError: the folder is no run, or matplotlib or jinja2 is not installed.
+        InputError: the folder is no run, or jinja2 is not installed, or matplotlib where the folder holds a
+            diagnosis, whose figures it draws.
     """
     data = read_run(run_dir)
     environment = extras()
-    from flowcredit.report import figures
-
     diagnosis = diagnosis_of_run(run_dir)
     before, after = comparable(data.snapshots)
+    pairs = _pairs(data, before, after)
     page = environment.get_template("page.html.j2").render(
         name=data.name,
         status=_status(data),
-        notes=[*data.notes, *_absences(data, before, after), *_alarms(data, before, after)],
+        notes=[*data.notes, *_absences(data, before, after)],
+        alarms=_alarms(data, before, after),
         facts=_facts(data),
         table=_table(data, before, after),
-        pairs=_pairs(data, before, after),
+        pairs=pairs,
         before_name="" if before is None else moment(before.evaluation),
         after_name="" if after is None else moment(after.evaluation),
-        learning=inline_svg(figures.learning_curves(data)),
-        training=inline_svg(figures.training_curves(data)),
+        learning=figures.learning_curves(data),
+        training=figures.training_curves(data),
+        by_step=figures.step_curves(data),
+        extremes=_extremes(data, before, after, pairs),
         diagnosis=[] if diagnosis is None else pictures(diagnosis),
         diagnosis_of="" if diagnosis is None else described(diagnosis),
         timings=_timings(data),
         recipe_text=data.recipe_text,
+        origin=origin_of(data),
+        again=repetition(run_dir, data),
+        environment=environment_of(run_dir),
     )
     path = run_dir / "report.html"
     write_text(path, page)
@@ -58,7 +67,9 @@ def _status(data: RunData) -> str:
     seconds = data.column("seconds")
     if seconds and math.isfinite(seconds[-1]):
         done += f" in {duration(seconds[-1])}"
-    return done if data.iterations >= data.planned else f"unfinished: {done}"
+    if data.iterations >= data.planned:
+        return done
+    return f"unfinished: {done}; while it runs, the page is written anew after each evaluation"
 
 
 def _alarms(data: RunData, before: Snapshot | None, after: Snapshot | None) -> list[str]:
@@ -219,6 +230,21 @@ def _pairs(data: RunData, before: Snapshot | None, after: Snapshot | None) -> li
             small=before.layout is not None and before.layout.enlarged > 1,
         )
         for index, (prompt, tile) in enumerate(zip(before.evaluation.prompts, old, strict=False))
+    ]
+
+
+def _extremes(
+    data: RunData, before: Snapshot | None, after: Snapshot | None, pairs: Sequence[_Pair]
+) -> list[tuple[str, list[tuple[Change, _Pair | None]]]]:
+    """Under two headings the prompts that changed most, with their images where those were kept."""
+    weights = {str(each["name"]): float(each.get("weight", 1.0)) for each in data.recipe["rewards"]}
+    titles = ("Rose most", "Fell most")
+    count = 0 if before is None else len(pairs) or len(before.evaluation.prompts)
+    shown = zip(titles, extremes(before, after, weights, count), strict=True)
+    return [
+        (title, [(each, pairs[each.place] if each.place < len(pairs) else None) for each in found])
+        for title, found in shown
+        if found
     ]
 
 

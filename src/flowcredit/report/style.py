@@ -38,11 +38,6 @@ STYLE: Any = {
 }
 
 
-def short(name: str) -> str:
-    """A reward of one's own by its attribute: the module's name is in the recipe."""
-    return name.rpartition(":")[2]
-
-
 def drawn(text: str) -> str:
     """The text for a figure, in which matplotlib reads dollars as formulas and XML takes no controls."""
     return visible(text).replace("$", r"\$")
