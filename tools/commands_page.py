@@ -16,8 +16,8 @@ Made by `python tools/commands_page.py` from what `flowcredit COMMAND --help` sa
 Bad input is one line and exit code 2. Exit code 1: something that was checked does not hold, or a run failed.
 3: the guard stopped a run. 130: Ctrl-C.
 
-`flowcredit --version` prints the version; `flowcredit --install-completion` lets your shell complete commands,
-options, recipes, settings and rewards."""
+`flowcredit --version` prints the version; `flowcredit --install-completion` lets your shell complete
+commands, options, recipes, settings and rewards."""
 MARKUP = re.compile(r"\[/?(?:bold|cyan)\]")
 EXAMPLE = re.compile(r"\[cyan\](.*?)\[/cyan\]", re.DOTALL)
 TYPE = re.compile(r" <[^>]*>$")
