@@ -163,8 +163,7 @@ def test_a_model_learns_the_preference_of_a_file(folder: Path, tmp_path: Path) -
     assert "Rewards trained" not in build_report(tmp_path / "run").read_text()
     # Loss, margin and accuracy, the gradient and the learning rate; nothing of ratios or rollouts.
     curves = figures.training_curves(read_run(tmp_path / "run"))
-    assert curves is not None
-    assert curves.count('id="axes_') == 5
+    assert len(curves) == 5
 
 
 def test_the_pairs_of_a_group_are_its_best_and_its_worst(folder: Path) -> None:

@@ -157,30 +157,3 @@ def test_recipes_of_published_models_say_that_they_were_not_run() -> None:
     for file in RECIPES.glob("*.yaml"):
         if not file.name.startswith("shapes_"):
             assert "Not yet run" in file.read_text(encoding="utf-8"), file.name
-
-
-def test_the_page_on_methods_tells_the_costs_of_the_plans() -> None:
-    page = (RECIPES.parent / "docs" / "methods.md").read_text(encoding="utf-8")
-    rows = [
-        line.strip("| ").split(" | ") for line in page.splitlines() if line.startswith("| `") and "_" in line
-    ]
-    seen = set()
-    for method, recipes, *told in (row for row in rows if len(row) == 5):
-        for name in recipes.replace("`", "").split(", "):
-            recipe = shipped(name)
-            built = build(recipe.algorithm, recipe.seed)
-            assert f"`{recipe.algorithm.name}`" in method
-            plans = [built.plan_at(iteration) for iteration in range(min(300, recipe.train.iterations))]
-            for words, found in zip(
-                told,
-                (
-                    {plan.velocity_evaluations for plan in plans},
-                    {plan.decodes for plan in plans},
-                    {built.trained_states(plan) for plan in plans},
-                ),
-                strict=True,
-            ):
-                numbers = {int(word) for word in words.replace(",", "").split() if word.isdigit()}
-                assert {min(found), max(found)} == numbers
-            seen.add(recipe.algorithm.name)
-    assert seen == METHODS.keys()
