@@ -143,7 +143,12 @@ def test_the_limit_is_on_the_byte() -> None:
 PACKED = gzip.compress(b'{"scores": [1, 1]}')
 
 
-@pytest.mark.parametrize("content", [PACKED, gzip.compress(bytes(1 << 26)), zlib.compress(bytes(1 << 26))])
+@pytest.mark.parametrize(
+    # Named, since a name made of the bytes would hold the second in which they were packed.
+    "content",
+    [PACKED, gzip.compress(bytes(1 << 26)), zlib.compress(bytes(1 << 26))],
+    ids=["scores", "gzip bomb", "zlib bomb"],
+)
 @pytest.mark.parametrize("encoding", ["gzip", "deflate", "br"])
 def test_a_packed_answer_is_not_unpacked(content: bytes, encoding: str) -> None:
     with fake_service(lambda asked: Answer(content, 200, {"Content-Encoding": encoding})) as fake:
