@@ -62,7 +62,8 @@ def test_larger_images_are_cut_around_their_centre_and_scaled_down(tmp_path: Pat
     expected = torch.from_numpy(np.asarray(scaled)[:, 8:24].copy()).permute(2, 0, 1)
     read = read_pairs(prompts, COLUMNS, 16, 16)[0] * 255
     torch.testing.assert_close(read[0], expected.float(), atol=1e-4, rtol=0)
-    torch.testing.assert_close(read[1], expected.transpose(1, 2).float(), atol=1e-4, rtol=0)
+    # On its side it is scaled in the other order, and each way is rounded: a level of 255, in some versions.
+    torch.testing.assert_close(read[1], expected.transpose(1, 2).float(), atol=1.0, rtol=0)
     assert expected.float().std() > 5
 
 
