@@ -95,7 +95,8 @@ def tell(failure: Mapping[str, Any], environment: Environment = os.environ) -> N
     if file is None or FOLDER in environment:
         return
     line = str(failure["line"])
-    extra = {"py_callstack": line, "timestamp": str(int(time.time()))}
+    # torchrun takes the earliest for the cause, in whole seconds: who ends quietly shall not tie with it.
+    extra = {"py_callstack": line, "timestamp": str(int(time.time()) - 1)}
     Path(file).write_text(json.dumps({"message": {"message": line, "extraInfo": extra}}), encoding="utf-8")
 
 
