@@ -252,23 +252,32 @@ def sample_command(
 
 
 @contextmanager
-def weights_of(model: FlowModel, run_dir: Path | None) -> Iterator[int]:
-    """The model with a run's newest weights, averaged ones where the run keeps them; its iterations."""
-    from flowcredit.checkpoint import latest_checkpoint
+def weights_of(
+    model: FlowModel, run_dir: Path | None, iteration: int | None = None, averaged: bool = True
+) -> Iterator[int]:
+    """The model with a run's newest weights, or those after ``iteration``; its iterations.
+
+    Averaged ones where the run keeps them, unless not ``averaged``: training itself samples with the others.
+    """
+    from flowcredit.checkpoint import latest_checkpoint, load_checkpoint
     from flowcredit.run_folder import RunFolder
     from flowcredit.weights import weights_replaced
 
     if run_dir is None:
         yield 0
         return
-    checkpoint, damaged = latest_checkpoint(RunFolder(run_dir).checkpoints)
+    kept = RunFolder(run_dir).checkpoints
+    if iteration is None:
+        checkpoint, damaged = latest_checkpoint(kept)
+    else:
+        checkpoint, damaged = load_checkpoint(kept / f"{iteration:06d}"), []
     if checkpoint is None:
         raise InputError(
             f"{run_dir}: no whole checkpoint{''.join(f'; {line}' for line in damaged)}; expected a run with "
             "a finished iteration (flowcredit train --resume goes on with it)"
         )
     groups = checkpoint.groups
-    with weights_replaced(model.network, groups["ema"] if "ema" in groups else groups["weights"]):
+    with weights_replaced(model.network, groups["ema"] if averaged and "ema" in groups else groups["weights"]):
         yield checkpoint.iteration
 
 

@@ -70,6 +70,18 @@ def collect(
     Scores are exchanged, so that every process credits all of them alike. ``noise_iteration`` keys the
     noises; the iteration itself by default. Raises RewardError and InputError as ``scoring.score_leaves``.
     """
+    return explore(setup, prompts, iteration, listener, world, noise_iteration)[1]
+
+
+def explore(
+    setup: Setup,
+    prompts: PromptSet,
+    iteration: int,
+    listener: Listener,
+    world: World = ALONE,
+    noise_iteration: int | None = None,
+) -> tuple[Rollout | None, Experience]:
+    """`collect`, with the rollout that it comes from; None where nothing is sampled."""
     plan = setup.algorithm.plan_at(iteration)
     objective = setup.algorithm.objective
     share = world.share(len(prompts))
@@ -80,7 +92,7 @@ def collect(
         images = _encoded_pairs(setup, mine, objective.columns, listener)
         there = torch.ones(len(mine), dtype=torch.bool)
         sets = _pairs(setup, images, there, objective, draw)
-        return Experience(cond, sets, {}, {}, ScoreCounts(0, 0), 0, share.own)
+        return None, Experience(cond, sets, {}, {}, ScoreCounts(0, 0), 0, share.own)
     ran, found = sample(setup, plan, mine, cond, draw.iteration, share.places, share.own, listener)
     scores = {leaf: world.gathered(each, dim=1) for leaf, each in found.scores.items()}
     credit, sets = _credited(setup, plan, ran, scores, draw)
@@ -90,7 +102,7 @@ def collect(
     (evaluated,) = world.summed([ran.velocity_evaluations])
     told = [ScoreCounts(**each) for each in world.told(asdict(found.counts))]
     spread = world.gathered(found.spread)
-    return Experience(
+    return ran, Experience(
         cond, sets, scores, credit, added_counts(told), evaluated, share.own, spread, found.faults
     )
 
