@@ -61,7 +61,7 @@ FLOORS = (
     ("report", "calibrate", "check"),
     ("recovery",),
     ("trainer", "serving", "compare"),
-    ("api", "cli_inputs", "plan_command", "launch"),
+    ("api", "cli_inputs", "plan_command", "launch", "demo"),
     ("checkpoint_export", "replay"),
     ("tool_commands",),
     ("cli",),
@@ -118,6 +118,8 @@ HEAVY = {
     "matplotlib",
     "pyarrow",
     "huggingface_hub",
+    "gradio",
+    "fastapi",
 }
 MAX_FILE_LINES = 400
 MAX_FUNCTION_LINES = 60
@@ -208,6 +210,7 @@ LIGHT_COMMANDS = (
     ["serve-reward", "--help"],
     ["compare", "--help"],
     ["launch", "--help"],
+    ["demo", "--help"],
     ["plan", str(ROOT / "recipes" / "flux1_dev_g2rpo_hps.yaml"), "--gpus", "64"],
     ["train", "no_such_recipe.yaml"],
 )

@@ -32,7 +32,7 @@ from flowcredit.cli_inputs import (
 from flowcredit.completion import complete_recipe
 from flowcredit.errors import InputError, SharedError
 from flowcredit.published import PUBLISHED, published_table
-from flowcredit.tool_commands import check, compare, export, launch, replay, serve_reward
+from flowcredit.tool_commands import check, compare, demo, export, launch, replay, serve_reward
 from flowcredit.visible import visible, visible_lines
 
 BAD_INPUT = 2
@@ -379,6 +379,7 @@ def settings(
 app.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})(launch)
 app.command()(check)
 app.command()(compare)
+app.command()(demo)
 app.command()(export)
 app.command()(replay)
 app.command("serve-reward")(serve_reward)

@@ -1,12 +1,13 @@
 """Commands beside a run, their words alone: `check` is done by ``flowcredit.check``, `serve-reward` by
-``flowcredit.serving``, `compare` by ``flowcredit.compare``, `launch` by ``flowcredit.launch``."""
+``flowcredit.serving``, `compare` by ``flowcredit.compare``, `launch` by ``flowcredit.launch``, `demo` by
+``flowcredit.demo``."""
 
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from flowcredit.cli_inputs import INTERRUPTED, Overrides
+from flowcredit.cli_inputs import INTERRUPTED, Overrides, check_run, open_source
 from flowcredit.completion import complete_recipe, complete_reward
 
 
@@ -127,6 +128,31 @@ def serve_reward(
     from flowcredit.serving import serve_command
 
     serve_command(name, option or [], host, port, device, token_env, max_request_mb)
+
+
+def demo(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="The folder of a run.", show_default=False)],
+    overrides: Overrides = None,
+    host: Annotated[
+        str, typer.Option(metavar="ADDRESS", help="Where to listen; the default is this machine alone.")
+    ] = "127.0.0.1",
+    port: Annotated[int, typer.Option(metavar="N", min=0, max=65535, help="0 takes a free one.")] = 7860,
+    show: Annotated[bool, typer.Option("--open", help="Open the page in a browser.")] = False,
+) -> None:
+    """Look at a run in a browser: base and aligned side by side, and the rollout tree of a prompt.
+
+    Works on a run that is still going on, and writes nothing into its folder; Ctrl-C ends it. Needs
+    pip install "flowcredit\\[demo]". docs/demo.md tells how to use it on a remote machine.
+
+    [cyan]flowcredit demo runs/shapes-g2rpo --open[/cyan]
+
+    [cyan]flowcredit demo runs/flux --port 8000 model.offload=\\[text_encoders][/cyan]
+    """
+    recipe, run_dir = open_source(str(check_run(run).path), ["parallel.sharding=replicated", *(overrides or [])])
+    assert run_dir is not None, "a run has a folder"
+    from flowcredit.demo.command import demo_command
+
+    demo_command(recipe, run_dir, host, port, show)
 
 
 Recipes = Annotated[
