@@ -52,7 +52,7 @@ def mount(app: FastAPI, page: gr.Blocks) -> None:
         enable_monitoring=False,
         theme=gr.themes.Base(
             primary_hue="blue", font=["system-ui", "sans-serif"], font_mono=["ui-monospace", "monospace"]
-        ),
+        ).set(button_primary_background_fill="#1d4ed8", button_primary_background_fill_hover="#1e40af"),
         css=(HERE / "demo.css").read_text(encoding="utf-8"),
         head=f"<script>{(HERE / 'player.js').read_text(encoding='utf-8')}</script>",
     )

@@ -145,12 +145,14 @@ class TreePicture:
         if told and room and name is not None:
             yield f'<g class="node{" foretold" if reward is None else ""}">{shown(name, x, y, side)}{_frame(x, y, side)}</g>'
             if reward is not None and side > 20:
-                yield _text(x + side / 2 + 3, y - 5, number(reward), "reward")
+                yield _text(x + side / 2 + 3, y + 13, number(reward), "reward")
         else:
             yield f'<circle class="state{self._late(item.came)}" cx="{x}" cy="{y:.1f}" r="{3 if room else 1.8}"></circle>'
         advantage = self._advantage(item)
         if advantage is not None and side > 20:
-            yield _text(x - side / 2 - 3, y - 5, number(advantage, signed=True), f"label {sign(advantage)}", "end")
+            # Before a picture, else on the line that goes on: beside lines that fan in it would not be read.
+            at, anchor = (x - side / 2 - 3, "end") if name is not None else (x + 5, "start")
+            yield _text(at, y - 5, number(advantage, signed=True), f"label {sign(advantage)}", anchor)
         if item.segment is None and item.sample in self.grown.anchors and side > 20:
             yield _text(x + side / 2 + 3, y + 14, "anchor", "label")
         if told and room:

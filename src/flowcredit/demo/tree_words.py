@@ -69,7 +69,7 @@ def stage_words(grown: Grown, layout: Layout, stage: int) -> str:
     sigmas = f"σ {grown.sigmas[k]:.2f} to {grown.sigmas[k_next]:.2f}"
     if segment.recorded:
         return f"Grid index {k} to {k_next} ({sigmas}): an Euler step that is trained, of {before} neighbours."
-    fans = f"{segment.fan_out} branches from " if segment.fan_out > 1 else ""
+    fans = f"{segment.fan_out} branches from " if segment.fan_out > 1 else "from "
     said = f"Grid index {k} to {k_next} ({sigmas}): a step with noise, {fans}"
     said += ("one state" if before == 1 else f"each of {before} states") + "."
     return said + _finish_words(grown, place) + _training_words(segment)
