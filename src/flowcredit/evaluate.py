@@ -277,7 +277,9 @@ def weights_of(
             "a finished iteration (flowcredit train --resume goes on with it)"
         )
     groups = checkpoint.groups
-    with weights_replaced(model.network, groups["ema"] if averaged and "ema" in groups else groups["weights"]):
+    with weights_replaced(
+        model.network, groups["ema"] if averaged and "ema" in groups else groups["weights"]
+    ):
         yield checkpoint.iteration
 
 

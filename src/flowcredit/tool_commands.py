@@ -148,7 +148,9 @@ def demo(
 
     [cyan]flowcredit demo runs/flux --port 8000 model.offload=\\[text_encoders][/cyan]
     """
-    recipe, run_dir = open_source(str(check_run(run).path), ["parallel.sharding=replicated", *(overrides or [])])
+    recipe, run_dir = open_source(
+        str(check_run(run).path), ["parallel.sharding=replicated", *(overrides or [])]
+    )
     assert run_dir is not None, "a run has a folder"
     from flowcredit.demo.command import demo_command
 

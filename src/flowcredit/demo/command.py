@@ -1,5 +1,6 @@
 """``flowcredit demo``: load a run, serve its pages, end at Ctrl-C."""
 
+import contextlib
 import os
 import signal
 import socket
@@ -37,15 +38,11 @@ def demo_command(recipe: Recipe, run_dir: Path, host: str, port: int, show: bool
         _listen_to_interrupts()
         print(f"demo of {run_dir} at {url} (Ctrl-C ends it)", flush=True)
         if not is_loopback(host):
-            print(
-                f"warning: --host {host} lets anyone on the network use it, without a password", flush=True
-            )
+            print(f"warning: --host {host} lets anyone on the network use it, without a password", flush=True)
         if show:
             threading.Thread(target=webbrowser.open, args=(url,), daemon=True).start()
-        try:
+        with contextlib.suppress(KeyboardInterrupt):
             serve(page, listening, is_loopback(host))
-        except KeyboardInterrupt:
-            pass
         print("stopped", flush=True)
 
 

@@ -14,12 +14,10 @@ from flowcredit.demo.pictures import SMALL, whole
 def compare_page(
     prompt: str, base: Drawn, aligned: Drawn, of: str, trained: Sequence[str], watched: Sequence[str]
 ) -> str:
-    """HTML of the pairs, one a seed, and of the scores of each; ``of`` says which weights the right ones are."""
+    """HTML of the pairs, one a seed, and of their scores; ``of`` says which weights the right ones are."""
     small = " small" if max(base.images.shape[2:]) <= SMALL else ""
     roles = [(name, "trained") for name in trained] + [(name, "watched") for name in watched]
-    pairs = "".join(
-        _pair(prompt, base, aligned, index, of, roles) for index in range(len(base.seeds))
-    )
+    pairs = "".join(_pair(prompt, base, aligned, index, of, roles) for index in range(len(base.seeds)))
     means = _means(base, aligned, roles) if len(base.seeds) > 1 else ""
     return (
         f'<div class="compare{small}"><p class="title">“{escape(prompt)}”</p>{_lacking(base, aligned)}'
@@ -33,7 +31,8 @@ def _pair(
     seed = base.seeds[index]
     said = escape(prompt, quote=True)
     pictures = "".join(
-        f'<figure><img src="{whole(drawn.images[index])}" alt="{said}: {escape(name, quote=True)}, seed {seed}">'
+        f'<figure><img src="{whole(drawn.images[index])}"'
+        f' alt="{said}: {escape(name, quote=True)}, seed {seed}">'
         f"<figcaption>{escape(name)}</figcaption></figure>"
         for drawn, name in ((base, "base"), (aligned, of))
     )
@@ -52,7 +51,11 @@ def _means(base: Drawn, aligned: Drawn, roles: Sequence[tuple[str, str]]) -> str
         for name, role in roles
         if name in base.scores and name in aligned.scores
     )
-    return f'<div class="mean">{_table(f"Mean of {len(base.seeds)} seeds", "aligned", rows)}</div>' if rows else ""
+    return (
+        f'<div class="mean">{_table(f"Mean of {len(base.seeds)} seeds", "aligned", rows)}</div>'
+        if rows
+        else ""
+    )
 
 
 def _mean(values: Sequence[float]) -> float:
@@ -63,7 +66,8 @@ def _mean(values: Sequence[float]) -> float:
 def _table(caption: str, of: str, rows: str) -> str:
     return (
         f'<table><caption>{caption}</caption><thead><tr><th scope="col">Reward</th><th scope="col">base</th>'
-        f'<th scope="col">{escape(of)}</th><th scope="col">change</th></tr></thead><tbody>{rows}</tbody></table>'
+        f'<th scope="col">{escape(of)}</th><th scope="col">change</th></tr></thead>'
+        f"<tbody>{rows}</tbody></table>"
     )
 
 

@@ -101,7 +101,7 @@ def refusal(reward: Reward, prompt: PromptSet) -> str | None:
     missing = [column for column in columns_of(reward).required if column not in prompt.columns]
     if missing:
         named = " and ".join(repr(column) for column in missing)
-        return f"it needs {named} besides the text, which only prompts of the run's files have: choose an example"
+        return f"it needs {named} besides the text, as prompts of the run's files have: choose an example"
     demanding = itself(reward)
     if isinstance(demanding, ChecksPrompts):
         values = {column: cells[0] for column, cells in prompt.columns.items()}

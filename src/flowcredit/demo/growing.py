@@ -9,9 +9,8 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from flowcredit.assembly import Setup, build_kernel
 from flowcredit.algorithms import Algorithm
-from flowcredit.assembly import build_grid
+from flowcredit.assembly import Setup, build_grid, build_kernel
 from flowcredit.config import Recipe
 from flowcredit.credit import Preferences
 from flowcredit.demo.comparing import check_scored
@@ -70,7 +69,7 @@ class _Quiet:
 
 
 def grow(studio: Studio, prompt: PromptSet, seed: int, iteration: int) -> Grown:
-    """Roll out, score and credit one prompt as the iteration after ``iteration`` would, by the trained weights.
+    """Roll out, score and credit one prompt as the iteration after ``iteration`` would, by its weights.
 
     ``seed`` stands for the run's in the draw of the noises. Raises InputError where there is no such
     checkpoint, a trained reward cannot score the prompt, or fails.
@@ -132,8 +131,8 @@ def _pair(setup: Setup, prompt: PromptSet) -> tuple[str, str]:
     train = setup.train_prompts
     if text not in train.prompts:
         raise InputError(
-            "this run learns from pairs of images in its prompt file, and samples nothing: take a prompt of that"
-            f" file, such as {train.prompts[0]!r}"
+            "this run learns from pairs of images in its prompt file, and samples nothing: take a prompt of"
+            f" that file, such as {train.prompts[0]!r}"
         )
     row = train.take([train.prompts.index(text)])
     chosen, rejected = read_pairs(row, columns, setup.recipe.model.height, setup.recipe.model.width)[0]

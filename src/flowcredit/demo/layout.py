@@ -108,8 +108,8 @@ class _Placing:
     def _straight(self, segment: int, on: list[int]) -> bool:
         """Whether it goes on in the same row: the trunk, or the only sample there is."""
         each = self.plan.segments[segment]
-        return not each.stochastic if len(on) > 1 else each.fan_out == 1 and not (
-            self.trunk and each.stochastic
+        return (
+            not each.stochastic if len(on) > 1 else each.fan_out == 1 and not (self.trunk and each.stochastic)
         )
 
     def _next_row(self) -> float:
@@ -131,9 +131,7 @@ class _Placing:
 
 
 def _moved(item: Item, row: float) -> Item:
-    return Item(
-        item.segment, item.sample, item.k, row, item.came, item.parent, item.probe, item.finishes
-    )
+    return Item(item.segment, item.sample, item.k, row, item.came, item.parent, item.probe, item.finishes)
 
 
 def _words(segment: Segment) -> str:

@@ -24,7 +24,7 @@ LIGHT: Any = {"queue": False, "show_progress": "hidden", "api_visibility": "priv
 
 
 def build_page(studio: Studio) -> gr.Blocks:
-    """Both pages about a run. What is shown of its checkpoints is looked up at each visit and each drawing."""
+    """Both pages about a run. Its checkpoints are looked up at each visit and each drawing."""
     with gr.Blocks(title=f"flowcredit: {studio.recipe.name}", analytics_enabled=False) as page:
         gr.HTML(_head(studio))
         with gr.Tabs():

@@ -12,7 +12,7 @@ from flowcredit.image_grid import to_pixels
 from flowcredit.report.parts import data_uri
 
 SMALL = 64
-"""Sides up to this many pixels are shown as they are, enlarged without blur; larger ones as JPEG in thumbs."""
+"""Sides up to this many pixels are shown whole, enlarged without blur; larger ones, in thumbs, as JPEG."""
 
 
 def whole(image: Tensor) -> str:

@@ -44,4 +44,3 @@ def application(page: Any, local: bool) -> FastAPI:
     if local:
         app.add_middleware(TrustedHostMiddleware, allowed_hosts=["127.0.0.1", "localhost", "[::1]"])
     return app
-

@@ -76,7 +76,9 @@ def moments(studio: Studio) -> tuple[Moment, ...]:
     for each in kept:
         marks = ["final"] if each == last else ["newest so far"] if each == kept[-1] else []
         marks += ["best of these on held-out prompts"] if each == best and len(kept) > 1 else []
-        found.append(Moment(each, f"iteration {each} of {last}" + (f" ({', '.join(marks)})" if marks else "")))
+        found.append(
+            Moment(each, f"iteration {each} of {last}" + (f" ({', '.join(marks)})" if marks else ""))
+        )
     return tuple(found)
 
 

@@ -22,7 +22,9 @@ def tree_page(grown: Grown) -> str:
     stages = []
     for stage in range(len(layout.stages)):
         words = stage_words(grown, layout, stage)
-        picture = TreePicture(grown, layout, stage).svg(f"Rollout tree. {words} The numbers are in the table.")
+        picture = TreePicture(grown, layout, stage).svg(
+            f"Rollout tree. {words} The numbers are in the table."
+        )
         hidden = "" if stage == 0 else " hidden"
         stages.append(
             f'<section class="stage" data-words="{escape(words, quote=True)}"{hidden}>'
@@ -69,8 +71,9 @@ def _cost(grown: Grown) -> str:
 
 def _pair(pair: tuple[str, str]) -> str:
     return (
-        '<p class="soft">This run learns from pairs of images in its prompt file: nothing is sampled, so there is no'
-        ' rollout tree. The pair of this prompt:</p><div class="pair">'
+        '<p class="soft">This run learns from pairs of images in its prompt file: nothing is sampled, so'
+        ' there is no rollout tree. The pair of this prompt:</p><div class="pair">'
         f'<figure><img src="{pair[0]}" alt="the chosen image"><figcaption>chosen</figcaption></figure>'
-        f'<figure><img src="{pair[1]}" alt="the rejected image"><figcaption>rejected</figcaption></figure></div>'
+        f'<figure><img src="{pair[1]}" alt="the rejected image"><figcaption>rejected</figcaption>'
+        "</figure></div>"
     )

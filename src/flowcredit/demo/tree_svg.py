@@ -39,7 +39,8 @@ def picture_store(grown: Grown) -> str:
 
 def shown(name: str, x: float, y: float, side: float) -> str:
     """A kept picture, its middle at a point."""
-    return f'<use href="#{name}" transform="translate({x - side / 2:.1f} {y - side / 2:.1f}) scale({side:g})"></use>'
+    corner = f"{x - side / 2:.1f} {y - side / 2:.1f}"
+    return f'<use href="#{name}" transform="translate({corner}) scale({side:g})"></use>'
 
 
 def number(value: float, signed: bool = False) -> str:
@@ -103,7 +104,8 @@ class TreePicture:
 
     def _header(self) -> str:
         return "".join(
-            f'<text class="axis" x="{_x(k)}" y="14">{k}</text><text class="axis" x="{_x(k)}" y="27">σ {sigma:.2f}</text>'
+            f'<text class="axis" x="{_x(k)}" y="14">{k}</text>'
+            f'<text class="axis" x="{_x(k)}" y="27">σ {sigma:.2f}</text>'
             for k, sigma in enumerate(self.grown.sigmas)
         )
 
@@ -123,13 +125,13 @@ class TreePicture:
                 _x(above.k), _between(above.row, middles), _x(item.k), y, kind + self._late(item.came), width
             )
             for k in segment.path[1:-1]:
-                yield f'<circle class="passed{self._late(item.came)}" cx="{_x(k)}" cy="{y:.1f}" r="2"></circle>'
+                yield _dot("passed" + self._late(item.came), _x(k), y, 2)
         if item.finishes:
             end = _x(plan.num_steps)
             yield _curve(_x(item.k), y, end, y, "ode" + self._late(item.came), 1.2)
             passed = sorted({k for leaf in item.finishes for k in plan.segments[leaf].path[1:-1]})
             for k in passed:
-                yield f'<circle class="passed{self._late(item.came)}" cx="{_x(k)}" cy="{y:.1f}" r="1.6"></circle>'
+                yield _dot("passed" + self._late(item.came), _x(k), y, 1.6)
 
     def _advantage(self, item: Item) -> float | None:
         """Of the step that led to a state, once it is told."""
@@ -143,11 +145,12 @@ class TreePicture:
         told, room = item.came <= self.stage, side >= 12
         name, reward = self._picture(item)
         if told and room and name is not None:
-            yield f'<g class="node{" foretold" if reward is None else ""}">{shown(name, x, y, side)}{_frame(x, y, side)}</g>'
+            kind = "node foretold" if reward is None else "node"
+            yield f'<g class="{kind}">{shown(name, x, y, side)}{_frame(x, y, side)}</g>'
             if reward is not None and side > 20:
                 yield _text(x + side / 2 + 3, y + 13, number(reward), "reward")
         else:
-            yield f'<circle class="state{self._late(item.came)}" cx="{x}" cy="{y:.1f}" r="{3 if room else 1.8}"></circle>'
+            yield _dot("state" + self._late(item.came), x, y, 3 if room else 1.8)
         advantage = self._advantage(item)
         if advantage is not None and side > 20:
             # Before a picture, else on the line that goes on: beside lines that fan in it would not be read.
@@ -161,8 +164,8 @@ class TreePicture:
     def _picture(self, item: Item) -> tuple[str | None, float | None]:
         """A state's picture by name, and the reward of it: of its probe, else what it foretells."""
         if item.probe is not None:
-            state = (item.probe, item.sample)
-            return picture_id("finished", state), self.grown.scores[item.probe][item.sample][0]
+            name = picture_id("finished", (item.probe, item.sample))
+            return name, self.grown.scores[item.probe][item.sample][0]
         state = (item.segment, item.sample)
         return (picture_id("predicted", state), None) if state in self.grown.predicted else (None, None)
 
@@ -172,10 +175,14 @@ class TreePicture:
             name = picture_id("finished", (leaf, item.sample))
             yield f'<g class="node">{shown(name, x, y, side)}{_frame(x, y, side)}</g>'
             if side > 12:
-                yield _text(x + side / 2 + 3, y - 2, number(self.grown.scores[leaf][item.sample][0]), "reward")
+                yield _text(
+                    x + side / 2 + 3, y - 2, number(self.grown.scores[leaf][item.sample][0]), "reward"
+                )
             if leaf in self.grown.advantages and side > 20:
                 advantage = self.grown.advantages[leaf][item.sample]
-                yield _text(x + side / 2 + 3, y + 11, number(advantage, signed=True), f"label {sign(advantage)}")
+                yield _text(
+                    x + side / 2 + 3, y + 11, number(advantage, signed=True), f"label {sign(advantage)}"
+                )
 
 
 def _x(k: int) -> int:
@@ -197,6 +204,10 @@ def _curve(x: float, y: float, to_x: float, to_y: float, kind: str, width: float
 
 def _frame(x: float, y: float, side: float) -> str:
     return f'<rect x="{x - side / 2:.1f}" y="{y - side / 2:.1f}" width="{side:g}" height="{side:g}"></rect>'
+
+
+def _dot(kind: str, x: float, y: float, radius: float) -> str:
+    return f'<circle class="{kind}" cx="{x}" cy="{y:.1f}" r="{radius:g}"></circle>'
 
 
 def _text(x: float, y: float, words: str, kind: str, anchor: str = "start") -> str:

@@ -13,17 +13,17 @@ from flowcredit.plan import Segment
 THUMB = 56
 
 RULES = {
-    "leaves": "rewards are normalised within the group of images that are finished alike (mean 0, deviation 1);"
-    " a step has the {combine} of those of the images below it",
+    "leaves": "rewards are normalised within the group of images that are finished alike (mean 0, deviation"
+    " 1); a step has the {combine} of those of the images below it",
     "fused": "a step's reward is the mean reward of the images below it; these are normalised within the group",
     "state": "a step's reward is that of the image that the ODE makes of the state where it ends; these are"
     " normalised within the group",
-    "gain": "a step's reward is the gain from the image of the state where it begins to that of the state where it"
-    " ends, both finished by the ODE; gains are normalised within the group",
-    "turning": "a step's reward is its gain, at turning points the gain to the end; these are normalised within the"
-    " group",
-    "similarity": "the image's advantage is shared out to the steps by how much of the likeness to the image is"
-    " still to come, and normalised again",
+    "gain": "a step's reward is the gain from the image of the state where it begins to that of the state where"
+    " it ends, both finished by the ODE; gains are normalised within the group",
+    "turning": "a step's reward is its gain, at turning points the gain to the end; these are normalised within"
+    " the group",
+    "similarity": "the image's advantage is shared out to the steps by how much of the likeness to the image"
+    " is still to come, and normalised again",
 }
 
 
@@ -32,14 +32,14 @@ def credit_words(grown: Grown) -> str:
     objective, credit = grown.algorithm.objective, grown.algorithm.credit
     if isinstance(objective, Neighbours):
         return (
-            "No branches: neighbours start from initial noises that lie near one another, and follow the ODE. The"
-            " advantage belongs to an image; steps of the anchors, drawn anew for each iteration, are compared with"
-            " the neighbours' states."
+            "No branches: neighbours start from initial noises that lie near one another, and follow the"
+            " ODE. The advantage belongs to an image; steps of the anchors, drawn anew for each iteration, are"
+            " compared with the neighbours' states."
         )
     if isinstance(objective, Preferences):
         return (
-            "No branches, and no credit for steps: images are drawn by the ODE from separate noises, and the best"
-            " and the worst become a pair to learn from."
+            "No branches, and no credit for steps: images are drawn by the ODE from separate noises, and the"
+            " best and the worst become a pair to learn from."
         )
     rule = RULES[credit.rule].format(combine=credit.combine)
     cut = "" if credit.clamp is None else f", cut at ±{credit.clamp:g}"
@@ -68,7 +68,9 @@ def stage_words(grown: Grown, layout: Layout, stage: int) -> str:
     (k, k_next), before = segment.path, plan.width(place) // segment.fan_out
     sigmas = f"σ {grown.sigmas[k]:.2f} to {grown.sigmas[k_next]:.2f}"
     if segment.recorded:
-        return f"Grid index {k} to {k_next} ({sigmas}): an Euler step that is trained, of {before} neighbours."
+        return (
+            f"Grid index {k} to {k_next} ({sigmas}): an Euler step that is trained, of {before} neighbours."
+        )
     fans = f"{segment.fan_out} branches from " if segment.fan_out > 1 else "from "
     said = f"Grid index {k} to {k_next} ({sigmas}): a step with noise, {fans}"
     said += ("one state" if before == 1 else f"each of {before} states") + "."
@@ -83,7 +85,11 @@ def _finish_words(grown: Grown, place: int) -> str:
     steps = [str(len(each.path) - 1) for each in below]
     goes_on = any(each.parent == place and not each.scored for each in plan.segments)
     what = "Each state" if goes_on else "Each branch"
-    many = f", in {' and in '.join(steps)} steps" if len(steps) > 1 else f" in {steps[0]} step{'s' * (steps != ['1'])}"
+    many = (
+        f", in {' and in '.join(steps)} steps"
+        if len(steps) > 1
+        else f" in {steps[0]} step{'s' * (steps != ['1'])}"
+    )
     return f" {what} is finished by the ODE{many}, decoded and scored."
 
 
@@ -166,7 +172,9 @@ def _final_images(grown: Grown) -> str:
         if ends is not None:
             cells.append("chosen" if sample == ends[0] else "rejected" if sample == ends[1] else "")
         rows.append(cells)
-    return _table("Images", ["Image", "Rewards", *["Advantage"] * credited, *["Pair"] * (ends is not None)], rows)
+    return _table(
+        "Images", ["Image", "Rewards", *["Advantage"] * credited, *["Pair"] * (ends is not None)], rows
+    )
 
 
 def _all_advantages(grown: Grown) -> str:
@@ -210,9 +218,7 @@ def _means(grown: Grown, leaves: Sequence[int], width: int, sample: int) -> str:
     return _rewards(grown, found)
 
 
-def _below(
-    rows: Sequence[tuple[float, ...]], width: int, sample: int
-) -> Sequence[tuple[float, ...]]:
+def _below(rows: Sequence[tuple[float, ...]], width: int, sample: int) -> Sequence[tuple[float, ...]]:
     many = len(rows) // width
     return rows[sample * many : (sample + 1) * many]
 
@@ -241,6 +247,6 @@ def _table(caption: str, head: Sequence[str], rows: Sequence[Sequence[str]]) -> 
         for cells in rows
     )
     return (
-        f'<div class="wide" tabindex="0" role="region" aria-label="{caption}"><table><caption>{caption}</caption>'
-        f"<thead><tr>{top}</tr></thead><tbody>{body}</tbody></table></div>"
+        f'<div class="wide" tabindex="0" role="region" aria-label="{caption}"><table>'
+        f"<caption>{caption}</caption><thead><tr>{top}</tr></thead><tbody>{body}</tbody></table></div>"
     )
