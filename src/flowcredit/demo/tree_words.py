@@ -15,13 +15,13 @@ THUMB = 56
 RULES = {
     "leaves": "rewards are normalised within the group of images that are finished alike (mean 0, deviation"
     " 1); a step has the {combine} of those of the images below it",
-    "fused": "a step's reward is the mean reward of the images below it; these are normalised within the group",
+    "fused": "a step's reward is the mean reward of the images below it, normalised within the group",
     "state": "a step's reward is that of the image that the ODE makes of the state where it ends; these are"
     " normalised within the group",
-    "gain": "a step's reward is the gain from the image of the state where it begins to that of the state where"
-    " it ends, both finished by the ODE; gains are normalised within the group",
-    "turning": "a step's reward is its gain, at turning points the gain to the end; these are normalised within"
-    " the group",
+    "gain": "a step's reward is the gain from the image of the state where it begins to that of the state"
+    " where it ends, both finished by the ODE; gains are normalised within the group",
+    "turning": "a step's reward is its gain, at turning points the gain to the end; these are normalised"
+    " within the group",
     "similarity": "the image's advantage is shared out to the steps by how much of the likeness to the image"
     " is still to come, and normalised again",
 }
@@ -32,8 +32,8 @@ def credit_words(grown: Grown) -> str:
     objective, credit = grown.algorithm.objective, grown.algorithm.credit
     if isinstance(objective, Neighbours):
         return (
-            "No branches: neighbours start from initial noises that lie near one another, and follow the"
-            " ODE. The advantage belongs to an image; steps of the anchors, drawn anew for each iteration, are"
+            "No branches: neighbours start from initial noises that lie near one another, and follow"
+            " the ODE. The advantage belongs to an image; steps of the anchors, drawn anew for each iteration, are"
             " compared with the neighbours' states."
         )
     if isinstance(objective, Preferences):
