@@ -78,9 +78,7 @@ def test_pictures_are_those_of_sample(
     sample_command(recipe, None, prompt, tmp_path / "base", 2, 5)
     sample_command(recipe, run_dir, prompt, tmp_path / "aligned", 2, 5)
     names = [json.loads(line)["file"] for line in lines(tmp_path / "base" / "images.jsonl")]
-    expected = [
-        pixels((tmp_path / of / name).read_bytes()) for name in names for of in ("base", "aligned")
-    ]
+    expected = [pixels((tmp_path / of / name).read_bytes()) for name in names for of in ("base", "aligned")]
     assert len(shown) == len(expected) == 4
     for one, other in zip(shown, expected, strict=True):
         np.testing.assert_array_equal(one, other)
@@ -104,11 +102,11 @@ def test_scores_are_those_of_evaluate(run_dir: Path, studio: Studio, tmp_path: P
     out = tmp_path / "scores.json"
     recipe = load_recipe(run_dir / "recipe.yaml", ["evaluation.prompts=1", "evaluation.seed=7"])
     evaluate_command(recipe, run_dir, out)
-    told = json.loads(out.read_text(encoding="utf-8"))["scores"]
+    told = json.loads(out.read_text(encoding="utf-8"))["rewards"]
     drawn = Album(studio).draw(prompt_of(studio), 7, 1, 2)
     assert set(drawn.scores) == set(told) == {"shapes", "shapes_exact"}
     for name, scores in drawn.scores.items():
-        assert list(scores) == pytest.approx(told[name], abs=1e-7)
+        assert list(scores) == pytest.approx(told[name]["scores"], abs=1e-7)
 
 
 def test_the_tree_has_the_numbers_that_training_logged(run_dir: Path, studio: Studio) -> None:

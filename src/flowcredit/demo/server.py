@@ -1,5 +1,6 @@
 """Where the pages are served: on one address, to hosts that are expected, asking nobody for anything."""
 
+import logging
 import socket
 from typing import Any
 
@@ -26,7 +27,10 @@ def serve(page: Any, listening: socket.socket, local: bool) -> None:
     config = uvicorn.Config(
         application(page, local), log_level="warning", access_log=False, timeout_graceful_shutdown=1
     )
-    uvicorn.Server(config).run(sockets=[listening])
+    server = uvicorn.Server(config)
+    # What is cut short at the end is no fault: a page that is open holds a connection.
+    logging.getLogger("uvicorn.error").addFilter(lambda record: not server.should_exit)
+    server.run(sockets=[listening])
 
 
 def application(page: Any, local: bool) -> FastAPI:
