@@ -196,7 +196,7 @@ def test_the_runs_folder_is_not_touched(run_dir: Path) -> None:
         (lambda s: asked_prompt(s, "x" * 5000), "5000 characters"),
         (lambda s: asked_prompt(s, "a \ud800"), "surrogate"),
         (lambda s: asked_seed("seven"), "the seed is 'seven'"),
-        (lambda s: asked_seed(""), "the seed is 'empty'"),
+        (lambda s: asked_seed(""), "the seed is empty"),
         (lambda s: asked_seed("-1"), "0 or more"),
         (lambda s: asked_seed("1.5"), "whole number"),
         (lambda s: asked_seed("٣"), "whole number"),
@@ -207,6 +207,17 @@ def test_bad_input_is_one_line(studio: Studio, act: Callable[[Studio], object], 
     with pytest.raises(InputError, match=said) as caught:
         act(studio)
     assert "\n" not in str(caught.value)
+
+
+def test_a_typed_prompt_of_the_bundled_world_is_scored(studio: Studio) -> None:
+    """One that is in no file of the run, typed as people type."""
+    asked = asked_prompt(studio, "A  white ring left of a cyan cross. ")
+    assert asked.prompts == ("a white ring left of a cyan cross",)
+    assert asked.columns["objects"] == (
+        [{"shape": "ring", "colour": "white"}, {"shape": "cross", "colour": "cyan"}],
+    )
+    assert asked.columns["relation"] == ("left of",)
+    assert set(Album(studio).draw(asked, 0, 1, 2).scores) == {"shapes", "shapes_exact"}
 
 
 def test_a_prompt_that_rewards_cannot_score_is_drawn_without(studio: Studio) -> None:

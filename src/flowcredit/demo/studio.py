@@ -16,6 +16,7 @@ from flowcredit.models.loading import PipelineFlow
 from flowcredit.progress import reward_weights
 from flowcredit.prompts import PromptSet, load_prompts
 from flowcredit.run_folder import RunFolder
+from flowcredit.shapes.scenes import scene_of
 from flowcredit.standing import best_iterations
 
 BASE = 0
@@ -97,7 +98,10 @@ def check_kept(studio: Studio, iteration: int) -> int:
 
 
 def asked_prompt(studio: Studio, text: str) -> PromptSet:
-    """One prompt, with the columns that it has in the run's prompt files. InputError for none, or no text."""
+    """One prompt, with the columns that it has in the run's prompt files, or by the bundled world's grammar.
+
+    InputError for none, or no text.
+    """
     prompt = text.strip()
     if not prompt:
         raise InputError("type a prompt first: this one is empty")
@@ -108,7 +112,11 @@ def asked_prompt(studio: Studio, text: str) -> PromptSet:
     for prompts in (studio.heldout_prompts, studio.train_prompts):
         if prompt in prompts.prompts:
             return prompts.take([prompts.prompts.index(prompt)])
-    return PromptSet((prompt,), source="this page")
+    scene = scene_of(prompt) if studio.recipe.model.path.startswith("bundled:") else None
+    if scene is None:
+        return PromptSet((prompt,), source="this page")
+    columns = scene.record()
+    return PromptSet((columns.pop("prompt"),), {name: (each,) for name, each in columns.items()}, "this page")
 
 
 def asked_seed(text: str) -> int:
@@ -116,8 +124,8 @@ def asked_seed(text: str) -> int:
     word = text.strip()
     # As Python reads numbers "1_0" and digits of every script would be seeds, too.
     if not (word.isascii() and word.isdigit() and len(word) <= 18):
-        shown = word[:40] or "empty"
-        raise InputError(f"the seed is {shown!r}; expected a whole number, 0 or more, of at most 18 digits")
+        shown = repr(word[:40]) if word else "empty"
+        raise InputError(f"the seed is {shown}; expected a whole number, 0 or more, of at most 18 digits")
     return int(word)
 
 

@@ -8,6 +8,7 @@ import hashlib
 import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 SHAPES = ("circle", "square", "triangle", "cross", "ring")
@@ -95,6 +96,16 @@ def all_scenes() -> dict[str, tuple[Scene, ...]]:
     """Every scene there is, by task."""
     makers = (single_object, two_objects, counting, colors, position, attribute_binding)
     return {task: tuple(make()) for task, make in zip(TASKS, makers, strict=True)}
+
+
+@cache
+def _by_prompt() -> dict[str, Scene]:
+    return {scene.prompt: scene for scenes in all_scenes().values() for scene in scenes}
+
+
+def scene_of(text: str) -> Scene | None:
+    """The scene that a typed prompt names, whatever its case, spaces and full stop; None for other texts."""
+    return _by_prompt().get(" ".join(text.lower().rstrip(". ").split()))
 
 
 def is_held_out(scene: Scene) -> bool:
