@@ -32,6 +32,8 @@ from flowcredit.prompts import PromptSet, iteration_prompts
 from flowcredit.recipe_io import load_recipe
 from flowcredit.weights import trainable_parameters
 from method_world import Silent
+from test_check import FAMILIES
+from tiny_qwen_image import TEXT_TOKENS
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -142,6 +144,34 @@ def test_advantages_are_the_trainers(method: str, tmp_path: Path) -> None:
     assert ("has no rollout tree" in page) == (method in ("dpo", "neighbor_grpo"))
     if method == "neighbor_grpo":
         assert len(grown.anchors) == recipe.algorithm.model_dump()["anchors"]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_real_formats_are_drawn_and_rolled_out(family: str, tmp_path: Path) -> None:
+    """Tiny random weights in the layout of each family, a reward and prompts of one's own."""
+    build, guidance = FAMILIES[family]
+    (tmp_path / "prompts.txt").write_text("a red circle\na blue square\n")
+    recipe = load_recipe(
+        RECIPES / "shapes_g2rpo.yaml",
+        [
+            f"model={{path: {build(tmp_path / 'model')}, height: 32, width: 32, guidance_scale: {guidance}}}",
+            f"prompts={{train: {tmp_path / 'prompts.txt'}, heldout: {tmp_path / 'prompts.txt'}}}",
+            f"model.max_sequence_length={TEXT_TOKENS if family == 'QwenImagePipeline' else 12}",
+            *("grid={}", "evaluation={}", "algorithm.num_steps=4", "algorithm.train_steps=[0, 1]"),
+            *("algorithm.group_size=3", "rewards=[simple_rewards:redness]", "watch=[]"),
+        ],
+    )
+    studio = studio_of(_only_recipe(tmp_path, recipe))
+    prompt = asked_prompt(studio, "a green ring")
+    drawn = Album(studio).draw(prompt, 0, 2, 0)
+    assert drawn.scores["simple_rewards:redness"] == pytest.approx(
+        (drawn.images[:, 0] - drawn.images[:, 1]).mean((1, 2)).tolist(), abs=1e-6
+    )
+    grown = grow(studio, prompt, 0, 0)
+    found = collect(assemble(recipe), prompt, 0, Silent())
+    for place, each in found.advantages.items():
+        assert grown.advantages[place] == tuple(each[0].tolist())
+    assert tree_page(grown).count("<section") == 4
 
 
 def _only_recipe(folder: Path, recipe: object) -> Path:

@@ -33,8 +33,8 @@ def credit_words(grown: Grown) -> str:
     if isinstance(objective, Neighbours):
         return (
             "No branches: neighbours start from initial noises that lie near one another, and follow"
-            " the ODE. The advantage belongs to an image; steps of the anchors, drawn anew for each iteration, are"
-            " compared with the neighbours' states."
+            " the ODE. The advantage belongs to an image; steps of the anchors, drawn anew for each"
+            " iteration, are compared with the neighbours' states."
         )
     if isinstance(objective, Preferences):
         return (
