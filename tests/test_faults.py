@@ -17,7 +17,7 @@ from flowcredit import cli, trainer
 from flowcredit.checkpoint import load_checkpoint, save_checkpoint
 from flowcredit.config import Recipe
 from flowcredit.errors import InputError
-from flowcredit.faults import KEPT, NonFinite, read_faults
+from flowcredit.faults import KEPT, WEIGHTS, NonFinite, keep_fault, read_faults
 from flowcredit.policy_loss import clipped_loss
 from flowcredit.recipe_io import load_recipe
 from flowcredit.scoring import RewardError
@@ -195,6 +195,14 @@ def test_an_infinite_reward_is_kept_with_its_image_and_prompt(
     trainer.train(recipe_of(folder, rewards, "scoring.on_error=skip"), skipping, QUIET)
     assert sum(record["failed/test_faults:infinite_for_blue"] for record in log_of(skipping)) > 0
     assert 1 <= len(list((skipping / "faults").iterdir())) <= KEPT
+
+
+def test_a_fault_that_the_disk_refuses_names_its_place(tmp_path: Path) -> None:
+    recipe = load_recipe(Path(__file__).parents[1] / "recipes" / "shapes_g2rpo.yaml")
+    place = tmp_path / "000003-loss"
+    (place / WEIGHTS).mkdir(parents=True)
+    with pytest.raises(InputError, match=f"{place}: cannot be written"):
+        keep_fault(place, None, 3, 0, recipe, {"w": torch.ones(2)})
 
 
 def test_a_folder_without_a_fault_is_told_in_one_line(

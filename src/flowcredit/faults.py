@@ -19,6 +19,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from flowcredit.config import Recipe
+from flowcredit.disk import writing
 from flowcredit.errors import InputError
 from flowcredit.recipe_io import dump_recipe
 
@@ -72,18 +73,20 @@ def keep_fault(
 ) -> None:
     """Write a fault to ``place``, to which other processes may write theirs.
 
-    ``weights`` may be empty. One process of several may have no batch, but the weights.
+    ``weights`` may be empty. One process of several may have no batch, but the weights. Raises InputError
+    where the disk is full.
     """
-    place.mkdir(parents=True, exist_ok=True)
-    if rank == 0 or fault is not None:
-        (place / "recipe.yaml").write_text(dump_recipe(recipe), encoding="utf-8")
-    if weights:
-        save_file(_plain(weights), place / WEIGHTS)
-    if fault is not None:
-        save_file(_plain(fault.tensors), place / f"batch-{rank}.safetensors")
-        content = {"kind": fault.kind, "message": fault.message, "iteration": iteration, **fault.details}
-        text = json.dumps(content, indent=1, ensure_ascii=False, default=str)
-        (place / f"fault-{rank}.json").write_text(text, encoding="utf-8")
+    with writing(place, SafetensorError):
+        place.mkdir(parents=True, exist_ok=True)
+        if rank == 0 or fault is not None:
+            (place / "recipe.yaml").write_text(dump_recipe(recipe), encoding="utf-8")
+        if weights:
+            save_file(_plain(weights), place / WEIGHTS)
+        if fault is not None:
+            save_file(_plain(fault.tensors), place / f"batch-{rank}.safetensors")
+            content = {"kind": fault.kind, "message": fault.message, "iteration": iteration, **fault.details}
+            text = json.dumps(content, indent=1, ensure_ascii=False, default=str)
+            (place / f"fault-{rank}.json").write_text(text, encoding="utf-8")
 
 
 def _plain(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from flowcredit.comparison import Evaluation, Summary, paired_change
+from flowcredit.disk import writing
 from flowcredit.errors import InputError
 from flowcredit.run_folder import RunFolder
 from flowcredit.running import GuardSettings
@@ -162,5 +163,5 @@ def guard_of(
 def note(folder: RunFolder, iteration: int, why: str, done: str) -> None:
     """Add to ``guard.jsonl`` that the guard found a collapse, and what was done."""
     line = json.dumps({"iteration": iteration, "why": why, "done": done})
-    with folder.guard.open("a", encoding="utf-8") as stream:
+    with writing(folder.guard), folder.guard.open("a", encoding="utf-8") as stream:
         stream.write(line + "\n")
