@@ -356,8 +356,10 @@ def test_a_budget_of_seconds_is_measured_once_and_kept(file: Path, tmp_path: Pat
         return Done(words, console_file)
 
     out = tmp_path / "out"
+    console = Console(record=True, width=200, file=io.StringIO())
     with pytest.raises(Killed):
-        compare_command(comparison, budget, out, 1, start, Console(quiet=True))
+        compare_command(comparison, budget, out, 1, start, console)
+    assert "one arm has nothing beside it" in console.export_text()
     (pace,) = json.loads((out / "plan.json").read_text())["paces"].values()
     lines = [json.loads(line) for line in (out / "tiny/pace/log.jsonl").read_text().splitlines()]
     assert pace == pytest.approx((lines[3]["seconds"] - lines[0]["seconds"]) / (3 * 6))

@@ -172,6 +172,8 @@ def _introduction(
         f"{_count(comparison.arms, 'arm')} x {_count(comparison.seeds, 'seed')} at {budget.words} a run,"
         f" {parallel} at a time, in {out}"
     ]
+    if len(comparison.arms) == 1:
+        lines.append("  one arm has nothing beside it but the model before training: name another recipe, or --arm")
     for arm in comparison.arms:
         mine = [run for run in runs if run.arm is arm]
         counts = sorted({run.iterations for run in mine})
