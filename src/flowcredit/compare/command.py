@@ -173,7 +173,7 @@ def _introduction(
         f" {parallel} at a time, in {out}"
     ]
     if len(comparison.arms) == 1:
-        lines.append("  one arm has nothing beside it but the model before training: name another recipe, or --arm")
+        lines.append("  one arm has nothing beside it but the untrained model: name one more, or --arm")
     for arm in comparison.arms:
         mine = [run for run in runs if run.arm is arm]
         counts = sorted({run.iterations for run in mine})
