@@ -218,8 +218,8 @@ def test_an_infinite_score_is_a_failure(value: float) -> None:
         ([1.0, 2.0], "returned 2 scores for 3 images; expected 3"),
         (torch.zeros(4), "returned 4 scores for 3 images"),
         (torch.zeros(3, 1), r"shape \[3, 1\], expected \[3\]"),
-        (1.0, "returned a float that is no list of numbers"),
-        (None, "returned a NoneType"),
+        (1.0, "returned a value of type float, no list of numbers"),
+        (None, "returned a value of type NoneType"),
         (["high", "low", "low"], "no list of numbers"),
     ],
 )

@@ -31,6 +31,7 @@ from flowcredit.cli_inputs import (
 )
 from flowcredit.completion import complete_recipe
 from flowcredit.errors import InputError, SharedError
+from flowcredit.mistakes import USAGE_ERROR, tell_for_all, tell_usage
 from flowcredit.published import PUBLISHED, published_table
 from flowcredit.tool_commands import check, compare, demo, export, launch, replay, serve_reward
 from flowcredit.visible import visible, visible_lines
@@ -60,12 +61,15 @@ def main() -> None:
     """The program: bad input is one line on stderr and exit code 2; of several processes one tells it."""
     processes.register()
     try:
-        app()
+        sys.exit(app(standalone_mode=False, prog_name="flowcredit"))
+    except USAGE_ERROR as error:
+        tell_usage(error)
+        sys.exit(BAD_INPUT)
     except InputError as error:
         if isinstance(error, SharedError) or processes.size() == 1:
             print(f"flowcredit: {visible(str(error))}", file=sys.stderr)
         else:
-            _tell_for_all(str(error))
+            tell_for_all(str(error))
         sys.exit(error.exit_code)
     except OSError as error:
         # Of the user's disk: a full one, a folder that may not be written, a file where a folder should be.
@@ -74,14 +78,6 @@ def main() -> None:
         where = visible(str(error.filename or "writing"))
         print(f"flowcredit: {where}: {error.strerror}", file=sys.stderr)
         sys.exit(BAD_INPUT)
-
-
-def _tell_for_all(line: str) -> None:
-    from flowcredit.heartbeat import speaks_before_joining
-
-    if speaks_before_joining(line):
-        who = processes.named(processes.number("RANK", 0), processes.size())
-        print(f"flowcredit: {who}: {visible(line)}", file=sys.stderr)
 
 
 def _show_version(wanted: bool) -> None:

@@ -275,8 +275,8 @@ def _as_scores(name: str, result: Any, expected: int) -> Tensor:
             result = torch.tensor([torch.nan if value is None else float(value) for value in result])
         except (TypeError, ValueError) as error:
             raise RewardError(
-                f"reward {name!r} returned a {type(result).__name__} that is no list of numbers ({error}); "
-                f"expected {expected} numbers, None for an image without a score"
+                f"reward {name!r} returned a value of type {type(result).__name__}, no list of numbers"
+                f" ({error}); expected {expected} numbers, None for an image without a score"
             ) from error
     if result.ndim != 1:
         raise RewardError(

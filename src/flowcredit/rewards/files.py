@@ -31,7 +31,7 @@ def read_json(folder: Path, name: str) -> Mapping[str, Any]:
     except ValueError as error:
         raise InputError(f"{folder / name}: not JSON ({error})") from error
     if not isinstance(content, dict):
-        raise InputError(f"{folder / name}: holds a {type(content).__name__}, expected an object")
+        raise InputError(f"{folder / name}: holds {type(content).__name__}, expected an object")
     return content
 
 
@@ -64,7 +64,7 @@ def read_tensors(file: Path, what: str) -> dict[str, Tensor]:
     if isinstance(content, dict) and isinstance(content.get("state_dict"), dict):
         content = content["state_dict"]
     if not isinstance(content, dict) or not content:
-        raise InputError(f"{file}: holds a {type(content).__name__}, expected {what}: tensors by name")
+        raise InputError(f"{file}: holds {type(content).__name__}, expected {what}: tensors by name")
     others = [name for name, value in content.items() if not isinstance(value, Tensor)]
     if others:
         raise InputError(f"{file}: {listed(others)} no tensor; expected {what}: tensors by name")

@@ -113,8 +113,8 @@ def _load_own(name: str, options: Options, device: torch.device) -> Reward:
         options = {}
     if not callable(found):
         raise InputError(
-            f"reward {name!r} is a {type(found).__name__} that cannot be called; expected a function of "
-            "images, prompts and columns"
+            f"reward {name!r} is of type {type(found).__name__}, which cannot be called; expected a function"
+            " of images, prompts and columns"
         )
     parameters = _parameters(name, found)
     _check_options(name, options, parameters)

@@ -1,0 +1,31 @@
+"""Wrong words on the command line: one line and exit code 2, as for any other bad input."""
+
+import sys
+
+import pytest
+
+from flowcredit import cli
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        ("plan a.yaml --gpus 0", "flowcredit plan: Invalid value for '--gpus': "),
+        ("plan", "flowcredit plan: Missing argument 'RECIPE|RUN'; see flowcredit plan --help\n"),
+        ("trian a.yaml", "flowcredit: No such command 'trian'. Did you mean 'train'?; see flowcredit --help"),
+        ("plan --gpu 3 a.yaml", "flowcredit plan: No such option: --gpu (Possible options: --gpus)"),
+        ("train --resume", "flowcredit: Option '--resume' requires an argument"),
+        ("train \x1b[31m --x", "flowcredit train: No such option: --x"),
+    ],
+)
+def test_wrong_words_are_one_line(
+    words: str, told: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["flowcredit", *words.split()])
+    with pytest.raises(SystemExit) as end:
+        cli.main()
+    said = capsys.readouterr()
+    assert end.value.code == 2
+    assert said.out == ""
+    assert said.err.startswith(told)
+    assert said.err.count("\n") == 1
