@@ -97,6 +97,7 @@ def test_budgets_by_hand() -> None:
         (Budget("nfe", 55), "one iteration costs 56 velocity evaluations, more than the budget of 55"),
         (Budget("calls", 47), "costs 48 reward calls"),
         (Budget("seconds", 27), "costs 28 seconds of training"),
+        (Budget("seconds", 0.25), "more than the budget of 0.25; raise it"),
     ],
 )
 def test_a_budget_below_one_iteration_is_refused_with_its_price(budget: Budget, price: str) -> None:

@@ -24,7 +24,12 @@ class Budget:
 
     @property
     def words(self) -> str:
-        return f"{self.amount:,.0f} {KINDS[self.kind]}"
+        return f"{self.number} {KINDS[self.kind]}"
+
+    @property
+    def number(self) -> str:
+        """The amount, in whole units but where that would hide what it is."""
+        return f"{self.amount:,.0f}" if self.amount >= 100 else f"{self.amount:g}"
 
 
 def parse_budget(text: str, where: str = "--budget") -> Budget:
@@ -70,7 +75,7 @@ def iterations_within(recipe: Recipe, budget: Budget, pace: float | None = None)
     if count == 0:
         price = f"{one:,.0f}" if one >= 10 else f"{one:.2g}"
         raise InputError(
-            f"one iteration costs {price} {KINDS[budget.kind]}, more than the budget of {budget.amount:,.0f};"
+            f"one iteration costs {price} {KINDS[budget.kind]}, more than the budget of {budget.number};"
             " raise it, or lower train.prompts_per_iteration or algorithm.group_size"
         )
     return count
