@@ -12,7 +12,7 @@ import torch
 from PIL import Image
 
 from browser import Seen, opened
-from flowcredit.compare.tables import published
+from flowcredit.compare.tables import Cell, Table, published
 from flowcredit.published import PUBLISHED
 from flowcredit.report import build_report
 from flowcredit.report.diagnosis_files import write_diagnosis
@@ -116,9 +116,18 @@ def test_without_scripts_the_curves_are_pictures(run: Path) -> None:
     assert source.count('role="img" aria-label="Gradient norm before clipping: iteration 4: 0.5"') == 1
 
 
+NARROWEST_NAME = """
+    Math.min(1000, ...[...document.querySelectorAll(".wide td:first-child")].map(each => each.offsetWidth))
+"""
+"""Pixels of the first column, in which a table with many columns has its names."""
+
+
 def comparison_page() -> str:
     """The page of a comparison with as many columns as a paper's table."""
     table = published(PUBLISHED["g2rpo"])
+    cells = (Cell("comparisons/levels/shapes.yaml"), *[Cell("dense_grpo")] * 11)
+    names = tuple((f"algorithm.some_setting_{place}", "") for place in range(12))
+    settings = Table("Settings that differ", "Many.", names, (("DenseGRPO with calibrated noise", cells),))
     picture = "data:image/png;base64," + base64.b64encode(png()).decode()
     sample = SimpleNamespace(prompt="a red circle", pictures=[(picture, "0.5")] * 3, small=True)
     template = with_figures().get_template("comparison_page.html.j2")
@@ -131,7 +140,7 @@ def comparison_page() -> str:
             published=[table],
             curves=picture,
             costs=table,
-            settings=table,
+            settings=settings,
             heads=["before", "one", "other"],
             samples=[sample],
             arms=[("one", "recipes/a.yaml", "train.iterations=4")],
@@ -157,4 +166,5 @@ def test_a_diagnosis_and_a_comparison_are_sound(tmp_path: Path, seen: Seen) -> N
             seen.page.set_viewport_size({"width": width, "height": 900})
             assert seen.page.evaluate("document.documentElement.scrollWidth") <= width
             assert seen.barriers() == []
+            assert seen.page.evaluate(NARROWEST_NAME) >= 100
         is_sound(seen)
