@@ -30,7 +30,7 @@ def misbehave() -> None:
             raise KeyboardInterrupt
 
 
-def work() -> None:
+def work(**_: object) -> None:
     with joined(timeout_s=4) as world:
         world.note_run(Path(folder))
         for iteration in range(1, 4):
@@ -42,7 +42,7 @@ def work() -> None:
 
 
 if how == "early":
-    cli.app = lambda: (_ for _ in ()).throw(InputError(f"bad recipe in {os.environ['RANK']}"))  # type: ignore[assignment]
+    cli.app = lambda **_: (_ for _ in ()).throw(InputError(f"bad recipe in {os.environ['RANK']}"))  # type: ignore[assignment]
 else:
     cli.app = work  # type: ignore[assignment]
 cli.main()

@@ -61,7 +61,7 @@ def main() -> None:
     """The program: bad input is one line on stderr and exit code 2; of several processes one tells it."""
     processes.register()
     try:
-        sys.exit(app(standalone_mode=False, prog_name="flowcredit"))
+        sys.exit(app(standalone_mode=False, prog_name="flowcredit") or 0)
     except USAGE_ERROR as error:
         tell_usage(error)
         sys.exit(BAD_INPUT)
