@@ -219,6 +219,8 @@ def test_an_infinite_score_is_a_failure(value: float) -> None:
         (torch.zeros(4), "returned 4 scores for 3 images"),
         (torch.zeros(3, 1), r"shape \[3, 1\], expected \[3\]"),
         (1.0, "returned a value of type float, no list of numbers"),
+        ([10**400, 0, 0], "returned a value of type list, no list of numbers"),
+        (torch.zeros(3, dtype=torch.complex64), "returned complex numbers"),
         (None, "returned a value of type NoneType"),
         (["high", "low", "low"], "no list of numbers"),
     ],

@@ -273,11 +273,13 @@ def _as_scores(name: str, result: Any, expected: int) -> Tensor:
     if not isinstance(result, Tensor):
         try:
             result = torch.tensor([torch.nan if value is None else float(value) for value in result])
-        except (TypeError, ValueError) as error:
+        except (TypeError, ValueError, OverflowError) as error:
             raise RewardError(
                 f"reward {name!r} returned a value of type {type(result).__name__}, no list of numbers"
                 f" ({error}); expected {expected} numbers, None for an image without a score"
             ) from error
+    if result.is_complex():
+        raise RewardError(f"reward {name!r} returned complex numbers; expected a real one for each image")
     if result.ndim != 1:
         raise RewardError(
             f"reward {name!r} returned a tensor of shape {list(result.shape)}, expected [{expected}]: "
