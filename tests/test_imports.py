@@ -55,7 +55,7 @@ FLOORS = (
     ("assembly", "training_log", "resuming", "trackers"),
     ("evaluation_files",),
     ("standing",),
-    ("sampling", "progress", "guard"),
+    ("sampling", "progress", "guard", "inputs"),
     ("measurement", "experience", "introduction", "model_card"),
     ("evaluate", "calibration", "diagnostics"),
     ("report", "calibrate", "check"),

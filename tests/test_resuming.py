@@ -127,7 +127,8 @@ def test_a_run_killed_as_its_folder_was_made_can_begin_again(recipe: Path, tmp_p
     (tmp_path / ".run.partial" / "recipe.yaml.partial").write_text("nam")
     RunFolder(tmp_path / "run").create(load_recipe(recipe), {})
     assert [entry.name for entry in tmp_path.iterdir()] == ["run"]
-    assert {entry.name for entry in (tmp_path / "run").iterdir()} == {"recipe.yaml", "environment.json"}
+    made = {entry.name for entry in (tmp_path / "run").iterdir()}
+    assert made == {"recipe.yaml", "environment.json", "inputs.json"}
 
 
 def test_one_process_at_a_time_works_in_a_run(run: Path) -> None:

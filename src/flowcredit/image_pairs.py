@@ -62,6 +62,11 @@ def read_pairs(prompts: PromptSet, columns: Columns, height: int, width: int) ->
     return pixels.unflatten(0, (-1, 2)).contiguous()
 
 
+def pair_files(prompts: PromptSet, columns: Columns) -> list[Path]:
+    """The images of all pairs, row by row. PairError as in ``check_pairs`` where a row names none."""
+    return [path for _, path, _ in _named(prompts, columns)]
+
+
 def _named(prompts: PromptSet, columns: Columns) -> Iterator[tuple[str, Path, str]]:
     """Place, path and column of every image, row by row."""
     for column, setting in zip(columns, ("chosen_column", "rejected_column"), strict=True):

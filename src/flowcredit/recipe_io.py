@@ -330,11 +330,11 @@ def _sections(annotation: Any) -> list[type[Section]]:
 
 def _leaves(section: Section, prefix: str = "") -> Iterator[tuple[str, Any]]:
     """Dotted names and values of all settings below ``section``."""
-    for name in type(section).model_fields:
+    for name, field in type(section).model_fields.items():
         value = getattr(section, name)
         if isinstance(value, Section):
             yield from _leaves(value, f"{prefix}{name}.")
-        elif isinstance(value, tuple) and any(isinstance(item, Section) for item in value):
+        elif isinstance(value, tuple) and _sections(field.annotation):
             for place, item in enumerate(value):
                 yield from _leaves(item, f"{prefix}{name}.{place}.")
         else:

@@ -25,6 +25,9 @@ MAY_CHANGE = (
 )
 """Settings, or beginnings of them, that a resumed run may change; batch sizes move it by rounding alone."""
 
+LONGEST_DIFFERENCE = 12
+"""Changed settings told at once: those of another method are many."""
+
 
 @dataclass(frozen=True)
 class Left:
@@ -83,6 +86,13 @@ def read_back(run_dir: Path, overrides: Sequence[str] = ()) -> Left:
 
 
 def _refuse_another_run(changes: Sequence[Change], recipe: Recipe) -> None:
+    refused = [change for change in changes if not change.setting.startswith(MAY_CHANGE)]
+    if refused:
+        free = ", ".join(name + "*" if name.endswith(".") else name for name in MAY_CHANGE)
+        raise InputError(
+            f"a resumed run cannot change {_difference(refused)}: it would be another run; start one under"
+            f" another name (may change: {free})"
+        )
     for change in changes:
         if change.setting == "train.iterations" and recipe.train.lr_schedule != "constant":
             raise InputError(
@@ -90,12 +100,13 @@ def _refuse_another_run(changes: Sequence[Change], recipe: Recipe) -> None:
                 " over all iterations, and those already done ran at other rates; to train on, begin a new"
                 " run with model.path set to this one's folder final/"
             )
-        if not change.setting.startswith(MAY_CHANGE):
-            free = ", ".join(name + "*" if name.endswith(".") else name for name in MAY_CHANGE)
-            raise InputError(
-                f"a resumed run cannot change {change}: it would be another run; start one under another name"
-                f" (may change: {free})"
-            )
+
+
+def _difference(changes: Sequence[Change]) -> str:
+    """All that differs, on one line; of very much the beginning."""
+    more = len(changes) - LONGEST_DIFFERENCE
+    told = [str(change) for change in changes[:LONGEST_DIFFERENCE]]
+    return "; ".join(told) + (f"; and {more} more" if more > 0 else "")
 
 
 def _refuse_edits(folder: RunFolder, now: Recipe, then: Any) -> None:
@@ -109,7 +120,6 @@ def _refuse_edits(folder: RunFolder, now: Recipe, then: Any) -> None:
     ]
     if changes:
         raise InputError(
-            f"{folder.recipe}: was changed after the run's newest checkpoint ({changes[0]}"
-            f"{f' and {len(changes) - 1} more' if len(changes) > 1 else ''}): it would be another run; change"
-            " it back, or start one under another name"
+            f"{folder.recipe}: was changed after the run's newest checkpoint ({_difference(changes)}): it"
+            " would be another run; change it back, or start one under another name"
         )

@@ -21,9 +21,10 @@ from flowcredit.recipe_io import dump_recipe
 class RunFolder:
     """Paths of a run.
 
-    ``recipe.yaml`` the resolved recipe, ``log.jsonl`` one object an iteration, ``checkpoints/``,
-    ``evaluations/NNNNNN.json``, ``images/NNNNNN.png``, ``final/`` the exported weights, ``report.html``;
-    ``guard.jsonl`` and ``faults/`` where something went wrong.
+    ``recipe.yaml`` the resolved recipe, ``environment.json`` and ``inputs.json`` what it was begun with,
+    ``log.jsonl`` one object an iteration, ``checkpoints/``, ``evaluations/NNNNNN.json``,
+    ``images/NNNNNN.png``, ``final/`` the exported weights, ``report.html``; ``guard.jsonl`` and ``faults/``
+    where something went wrong.
     """
 
     path: Path
@@ -59,15 +60,18 @@ class RunFolder:
                 f" --resume {self.path}`, or choose another name (name=my_run)"
             )
 
-    def create(self, recipe: Recipe, environment: Mapping[str, str]) -> None:
-        """Make the folder with its recipe and what it was begun with, all at once. Raises InputError if
-        something is there already."""
+    def create(
+        self, recipe: Recipe, environment: Mapping[str, str], inputs: Mapping[str, str] | None = None
+    ) -> None:
+        """Make the folder with its recipe and what it was begun with, all at once: versions and device, and
+        digests of what it reads. Raises InputError if something is there already."""
         self.check_free()
         partial = self.path.with_name(f".{self.path.name}.partial")
         shutil.rmtree(partial, ignore_errors=True)
         begun = RunFolder(partial)
         begun.write_recipe(recipe)
         write_text(begun.environment, json.dumps(environment, indent=1) + "\n")
+        write_text(begun.inputs, json.dumps(inputs or {}, indent=1) + "\n")
         partial.rename(self.path)
 
     def write_recipe(self, recipe: Recipe) -> None:
@@ -95,6 +99,23 @@ class RunFolder:
     @property
     def environment(self) -> Path:
         return self.path / "environment.json"
+
+    @property
+    def inputs(self) -> Path:
+        return self.path / "inputs.json"
+
+    def begun_with(self) -> dict[str, str]:
+        """Digests of what the run read as it began, by setting; none in runs of older versions."""
+        try:
+            content = json.loads(self.inputs.read_text(encoding="utf-8"))
+        except FileNotFoundError:
+            return {}
+        except (OSError, ValueError) as error:
+            raise InputError(
+                f"{self.inputs}: not readable ({error}); remove it to go on without knowing whether files"
+                " have changed"
+            ) from None
+        return content if isinstance(content, dict) else {}
 
     @property
     def tensorboard(self) -> Path:

@@ -23,6 +23,7 @@ from flowcredit.export import export_weights
 from flowcredit.faults import FaultError, NonFinite
 from flowcredit.guard import guard_of
 from flowcredit.image_pairs import PairError
+from flowcredit.inputs import input_digests, refuse_other_inputs
 from flowcredit.interrupts import holding_interrupts
 from flowcredit.introduction import introduce
 from flowcredit.model_card import write_model_card
@@ -58,7 +59,7 @@ def train(recipe: Recipe, run_dir: Path, console: Console | None = None) -> None
         world.wait()
         setup = assemble(recipe, world)
         if world.first:
-            folder.create(recipe, environment(setup.model.device, world.size))
+            folder.create(recipe, environment(setup.model.device, world.size), input_digests(setup))
         with _owned(folder, world):
             _run(setup, folder, start(setup, world), console)
 
@@ -76,6 +77,8 @@ def resume(run_dir: Path, overrides: Sequence[str] = (), console: Console | None
             say(console, note)
         wanted(recipe.logging.trackers)
         setup = assemble(recipe, world)
+        if world.first:
+            refuse_other_inputs(folder, setup)
         progress = start(setup, world)
         if left.checkpoint is not None:
             put_back(progress, left.checkpoint)
