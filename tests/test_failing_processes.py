@@ -249,6 +249,16 @@ def test_processes_that_would_each_be_alone_are_refused(environment: dict[str, s
     processes.refuse_pretence({"WORLD_SIZE": "2", "ACCELERATE_DYNAMO_MODE": "default", "PMI_SIZE": "2"})
 
 
+def test_what_torchrun_quotes_moves_no_terminal(tmp_path: Path) -> None:
+    file = tmp_path / "error.json"
+    environment = {"TORCHELASTIC_ERROR_FILE": str(file)}
+    processes.tell({"line": "prompts.txt:1: '\x1b[31mred\x07' is no scene"}, environment)
+    message = json.loads(file.read_text())["message"]
+    for told in (message["message"], message["extraInfo"]["py_callstack"]):
+        assert "red" in told
+        assert told.isprintable()
+
+
 def test_a_run_is_resumed_as_it_was_started() -> None:
     run = Path("runs/my run")
     torchrun = {"WORLD_SIZE": "16", "LOCAL_WORLD_SIZE": "8"}
@@ -265,6 +275,7 @@ def test_a_run_is_resumed_as_it_was_started() -> None:
     [
         (["evaluate", "x.yaml"], launch.Place(2), "several processes of train; got evaluate"),
         (["train", "x.yaml"], launch.Place(2, nnodes=2), "--nnodes without --rdzv-endpoint"),
+        (["train", "x.yaml"], launch.Place(2, 1, "foo:1"), "--rdzv-endpoint foo:1 is where several machines"),
     ],
 )
 def test_what_cannot_be_launched_is_refused(words: list[str], place: launch.Place, said: str) -> None:

@@ -194,6 +194,45 @@ def test_assumptions_are_printed_as_such_and_can_be_changed() -> None:
     assert "derived" not in json.loads(plan_command(recipe, True))
 
 
+@pytest.mark.parametrize("name", ["http", "chat", "ocr"])
+def test_what_a_remote_or_foreign_reward_costs_is_not_told_as_nothing(name: str) -> None:
+    options = {"http": "{url: 'http://a.test/'}", "chat": "{url: 'http://a.test/', model: m}", "ocr": "{}"}
+    own = [f"rewards=[{{name: {name}, options: {options[name]}}}]", "watch=[]"]
+    recipe = load_recipe(FLUX, own)
+    found = scaling.counts(recipe, estimate(recipe))
+    assert found is not None
+    assert found.uncounted == (name,)
+    assert f"a score: (not known, and not counted: {name})" in "\n".join(
+        scaling.lines(found, 8, scaling.Assumptions())
+    )
+    assert json.loads(plan_command(recipe, True, None, 8))["derived"]["not_known"] == [name]
+    checker = scaling.counts(load_recipe(FLUX, ["rewards=[sharpness]"]), estimate(recipe))
+    assert checker is not None
+    assert checker.uncounted == ()
+
+
+def test_the_times_of_a_small_model_are_not_told_as_zero() -> None:
+    text = plan_command(load_recipe(RECIPES / "shapes_g2rpo.yaml"), False, None, 2)
+    rows = [line.split() for line in text.splitlines() if line.split()[:2] in (["1", "32"], ["2", "16"])]
+    assert len(rows) == 2
+    assert all(float(row[place]) > 0 for row in rows for place in (2, 5))
+    assert [float(row[4]) > 0 for row in rows] == [False, True]
+
+
+@pytest.mark.parametrize("value", ["inf", "1e300", "nan", "0"])
+@pytest.mark.parametrize("option", ["--peak-tflops", "--link-gbs", "--network-gbs", "--utilisation"])
+def test_speeds_that_are_none_are_refused(
+    option: str, value: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from flowcredit.cli import main
+
+    monkeypatch.setattr("sys.argv", ["flowcredit", "plan", str(FLUX), "--gpus", "8", option, value])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == 2
+    assert option in capsys.readouterr().err
+
+
 def test_an_assumption_without_gpus_is_refused() -> None:
     from flowcredit.cli_inputs import assumptions
 

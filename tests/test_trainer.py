@@ -155,19 +155,20 @@ def wait_for_lines(log: Path, count: int, process: subprocess.Popen[str]) -> Non
         time.sleep(0.01)
 
 
-@pytest.mark.parametrize("kind", [signal.SIGKILL, signal.SIGINT])
+@pytest.mark.parametrize("kind", [signal.SIGKILL, signal.SIGINT, signal.SIGTERM])
 def test_a_stopped_process_loses_no_finished_iteration(
     folder: Path, tmp_path: Path, kind: signal.Signals
 ) -> None:
     run = tmp_path / "runs/tiny"
-    process = start(folder, run, "recipe.yaml", f"output={tmp_path / 'runs'}", "train.iterations=200")
+    rare = ("checkpoint.every=100",) if kind == signal.SIGTERM else ()
+    process = start(folder, run, "recipe.yaml", f"output={tmp_path / 'runs'}", "train.iterations=200", *rare)
     wait_for_lines(run / "log.jsonl", 3, process)
     process.send_signal(kind)
     _, errors = process.communicate(timeout=60)
-    if kind == signal.SIGINT:
-        assert process.returncode == 130, errors
+    if kind != signal.SIGKILL:
+        assert process.returncode == 128 + kind, errors
         assert "--resume" in errors
-    finished = len(log_of(run)) if kind == signal.SIGINT else 2
+    finished = len(log_of(run)) if kind != signal.SIGKILL else 2
     assert int(max((run / "checkpoints").glob("0*")).name) >= finished
     # Goes on exactly: as a run of that many iterations that was never stopped.
     total = max(len(log_of(run)), 4) + 1

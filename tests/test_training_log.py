@@ -22,6 +22,16 @@ def test_a_leaf_with_one_image_has_no_spread_and_warns_of_nothing() -> None:
     assert alone["reward/a"] == 5.0
 
 
+def test_the_mean_of_large_scores_is_told() -> None:
+    """By hand: the sum of four is beyond float32, as is each squared deviation."""
+    large = torch.tensor([[[1e38, 1e38, 1e38, 2e38]]])
+    advantages = {0: torch.tensor([[-1.0, -1.0, -1.0, 1.0]])}
+    record = iteration_record(("a",), {0: large}, ScoreCounts(4, 4), advantages, {}, torch.zeros(1), {})
+    assert record["reward/a"] == pytest.approx(1.25e38)
+    assert record["reward_spread/a"] == pytest.approx(0.5e38)
+    assert iteration_line(("a",), record) == "a 1.25e+38  no update"
+
+
 def test_credit_is_told_by_step() -> None:
     """By hand: at step 2 sizes of 14 in all in 8 places, and one dead group of four; at step 4 zeros."""
     advantages = {

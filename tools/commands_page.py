@@ -14,7 +14,7 @@ HEAD = """# Every command
 Made by `python tools/commands_page.py` from what `flowcredit COMMAND --help` says.
 
 Bad input is one line and exit code 2. Exit code 1: something that was checked does not hold, or a run failed.
-3: the guard stopped a run. 130: Ctrl-C.
+3: the guard stopped a run. 130: Ctrl-C; 143: SIGTERM.
 
 `flowcredit --version` prints the version; `flowcredit --install-completion` lets your shell complete
 commands, options, recipes, settings and rewards."""

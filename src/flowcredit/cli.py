@@ -132,7 +132,7 @@ def train(
 
     The folder, runs/NAME, holds the whole recipe, a log (JSONL), checkpoints, images and the report.
 
-    Ctrl-C and a killed process lose no finished iteration.
+    Ctrl-C, SIGTERM and a killed process lose no finished iteration.
 
     [cyan]flowcredit train recipes/shapes_g2rpo.yaml[/cyan]
 
@@ -160,8 +160,8 @@ def train(
         from flowcredit import trainer
 
         trainer.train(settings, run_dir)
-    except KeyboardInterrupt:
-        say_how_to_resume(run_dir)
+    except KeyboardInterrupt as stop:
+        say_how_to_resume(run_dir, stop)
     except InputError as error:
         if not (run_dir / "recipe.yaml").is_file():
             raise
@@ -387,5 +387,5 @@ def _resume(run_dir: Path, overrides: list[str]) -> None:
         from flowcredit import trainer
 
         trainer.resume(run_dir, overrides)
-    except KeyboardInterrupt:
-        say_how_to_resume(run_dir)
+    except KeyboardInterrupt as stop:
+        say_how_to_resume(run_dir, stop)

@@ -1,6 +1,8 @@
 """What the commands make of their arguments, and how they refuse them."""
 
+import math
 import os
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -46,24 +48,16 @@ Gpus = Annotated[
     int | None,
     typer.Option(metavar="N", min=1, max=100_000, help="Derive what N GPUs would give.", show_default=False),
 ]
-PeakTflops = Annotated[
-    float | None,
-    typer.Option(metavar="X", min=0.001, help="Assumed of a GPU, in bf16; 989.", show_default=False),
-]
+FASTEST = 1e9
+"""Of assumed speeds, in TFLOP/s and GB/s: what is beyond is a slip."""
+_speed = partial(typer.Option, metavar="X", min=0.001, max=FASTEST, show_default=False)
+PeakTflops = Annotated[float | None, _speed(help="Assumed of a GPU, in bf16; 989.")]
 Utilisation = Annotated[
     float | None,
     typer.Option(metavar="X", min=0.001, max=1, help="Assumed share of the peak; 0.4.", show_default=False),
 ]
-LinkGbs = Annotated[
-    float | None,
-    typer.Option(
-        metavar="X", min=0.001, help="Assumed GB/s between GPUs of a machine; 450.", show_default=False
-    ),
-]
-NetworkGbs = Annotated[
-    float | None,
-    typer.Option(metavar="X", min=0.001, help="Assumed GB/s a GPU between machines; 50.", show_default=False),
-]
+LinkGbs = Annotated[float | None, _speed(help="Assumed GB/s between GPUs of a machine; 450.")]
+NetworkGbs = Annotated[float | None, _speed(help="Assumed GB/s a GPU between machines; 50.")]
 GpusPerMachine = Annotated[
     int | None, typer.Option(metavar="N", min=1, help="GPUs of one machine; 8.", show_default=False)
 ]
@@ -76,6 +70,9 @@ def assumptions(gpus: int | None, given: "Mapping[str, float | None]") -> "Assum
     chosen = {name: value for name, value in given.items() if value is not None}
     if chosen and gpus is None:
         raise InputError(f"--{next(iter(chosen)).replace('_', '-')} is for --gpus, which is not given")
+    for name, value in chosen.items():
+        if math.isnan(value):
+            raise InputError(f"--{name.replace('_', '-')} is nan; expected a number")
     default = Assumptions()
     return Assumptions(
         peak_tflops=chosen.get("peak_tflops", default.peak_tflops),
@@ -95,12 +92,13 @@ def only_overrides(first: str | None, others: list[str] | None) -> list[str]:
     return [*([first] if first is not None else []), *(others or [])]
 
 
-def say_how_to_resume(run_dir: Path) -> None:
+def say_how_to_resume(run_dir: Path, stop: KeyboardInterrupt) -> None:
+    """Ends the command by the code of the signal that stopped it, Ctrl-C's where it tells none."""
     began = run_dir.is_dir()
     advice = f"go on with: {resume_command(run_dir)}" if began else "the run had not begun"
     if os.environ.get("RANK", "0") == "0":
         typer.echo(f"\nInterrupted; no finished iteration is lost; {visible(advice)}", err=True)
-    raise typer.Exit(INTERRUPTED)
+    raise typer.Exit(128 + stop.args[0] if stop.args else INTERRUPTED)
 
 
 def open_source(source: str, overrides: list[str] | None) -> "tuple[Recipe, Path | None]":

@@ -185,13 +185,18 @@ def steps_table(results: Mapping[int, Evaluation]) -> Table:
     return table
 
 
+def score_text(value: float, *, signed: bool = False) -> str:
+    """Three decimals; what is too long for a column with them, in powers of ten."""
+    return format(value, f"{'+' if signed else ''}{'.3f' if abs(value) < 1e6 else '.4g'}")
+
+
 def format_summary(summary: Summary, *, error: bool = True, signed: bool = False) -> str:
     """A mean with three decimals, its error, and how many scores are missing."""
     if summary.count == 0:
         return "no score"
-    text = f"{summary.mean:{'+' if signed else ''}.3f}"
+    text = score_text(summary.mean, signed=signed)
     if error and not math.isnan(summary.standard_error):
-        text += f" ± {summary.standard_error:.3f}"
+        text += f" ± {score_text(summary.standard_error)}"
     return text + (f" ({summary.missing} missing)" if summary.missing else "")
 
 

@@ -61,6 +61,11 @@ def launch(words: Sequence[str], place: Place) -> int:
         raise InputError(f"launch starts several processes of train; got {found}: see flowcredit launch -h")
     if place.nnodes > 1 and place.endpoint is None:
         raise InputError("--nnodes without --rdzv-endpoint; expected the first machine, as in HOST:29500")
+    if place.nnodes == 1 and place.endpoint is not None:
+        raise InputError(
+            f"--rdzv-endpoint {place.endpoint} is where several machines meet, and this is one; expected"
+            " --nnodes with it, or neither"
+        )
     if "WORLD_SIZE" in os.environ:
         raise InputError("launch was itself started by torchrun or launch; start it alone, once a machine")
     with tempfile.TemporaryDirectory(prefix="flowcredit-") as folder:

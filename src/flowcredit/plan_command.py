@@ -42,7 +42,11 @@ def plan_command(
         }
         if counted is not None and gpus is not None:
             rows = scaling.table(counted, gpus, assumed)
-            known["derived"] = {"assumed": asdict(assumed), "gpus": [asdict(row) for row in rows]}
+            known["derived"] = {
+                "assumed": asdict(assumed),
+                "not_known": list(counted.uncounted),
+                "gpus": [asdict(row) for row in rows],
+            }
         return json.dumps(known, indent=2)
     lines = [describe(tree)]
     if tree.trajectory_evaluations is not None:

@@ -15,6 +15,7 @@ from types import FrameType
 from typing import Any
 
 from flowcredit.errors import InputError
+from flowcredit.visible import visible
 
 FOLDER = "FLOWCREDIT_LAUNCH_FOLDER"
 """Variable with the folder in which processes tell `flowcredit launch` who they are and what has happened."""
@@ -94,7 +95,7 @@ def tell(failure: Mapping[str, Any], environment: Environment = os.environ) -> N
     file = environment.get("TORCHELASTIC_ERROR_FILE")
     if file is None or FOLDER in environment:
         return
-    line = str(failure["line"])
+    line = visible(str(failure["line"]))
     # torchrun takes the earliest for the cause, in whole seconds: who ends quietly shall not tie with it.
     extra = {"py_callstack": line, "timestamp": str(int(time.time()) - 1)}
     Path(file).write_text(json.dumps({"message": {"message": line, "extraInfo": extra}}), encoding="utf-8")

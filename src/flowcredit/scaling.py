@@ -12,10 +12,12 @@ from pathlib import Path
 from flowcredit import algorithms
 from flowcredit.config import Recipe, RewardSettings
 from flowcredit.memory.activations import Work
-from flowcredit.memory.estimate import MODEL_OPTIONS, WEIGHTLESS, Estimate
+from flowcredit.memory.estimate import MODEL_OPTIONS, Estimate
 from flowcredit.memory.folders import reward_flops
 
 FLOAT = 4
+FREE = ("shapes", "shapes_exact", "sharpness")
+"""Rewards that compute next to nothing."""
 GAIN = 1.05
 """Twice the devices are worth it while they make an iteration at least so much shorter."""
 
@@ -99,7 +101,7 @@ def counts(recipe: Recipe, found: Estimate | None) -> Counts | None:
 
 def _score(reward: RewardSettings) -> int | None:
     """FLOPs of one image; None for a reward that is not known."""
-    if reward.name.partition("/")[0] in WEIGHTLESS:
+    if reward.name.partition("/")[0] in FREE:
         return 0
     models = [value for name in MODEL_OPTIONS if isinstance(value := reward.options.get(name), str)]
     costs = [reward_flops(Path(model)) for model in models]
@@ -211,8 +213,8 @@ def why_it_stops(found: Counts, last: Derived, assumed: Assumptions) -> str:
         )
     more = derive(found, 2 * last.gpus, assumed)
     return (
-        f"it stops at {last.gpus} GPUs: with {more.gpus} each sends {more.sending_s:,.1f} s and computes"
-        f" {more.computing_s:,.1f} s"
+        f"it stops at {last.gpus} GPUs: with {more.gpus} each sends {_short(more.sending_s)} s and"
+        f" computes {_short(more.computing_s)} s"
     )
 
 
@@ -226,7 +228,7 @@ def lines(found: Counts, gpus: int, assumed: Assumptions) -> list[str]:
         f" reached; {assumed.link_gbs:g} GB/s between GPUs of a machine of {assumed.gpus_per_machine},"
         f" {assumed.network_gbs:g} GB/s a GPU between machines; gathering weights overlaps with computing",
         f"a velocity evaluation: {_tera(found.work.evaluation)}; a decode: {_tera(found.work.decode)};"
-        f" a score: {_tera(found.score)}{_not_known(found)}",
+        f" a score: {_score_words(found)}",
         "",
         f"{'GPUs':>6} {'prompts each':>13} {'computing, s':>13} {'sent, GB':>10} {'sending, s':>11}"
         f" {'iteration, s':>13} {'speed-up':>9} {'efficiency':>11}",
@@ -242,9 +244,9 @@ NOT_COUNTED = (
 def _rows(rows: Sequence[Derived]) -> list[str]:
     alone = rows[0].seconds
     return [
-        f"{row.gpus:>6} {row.prompts:>13} {row.computing_s:>13,.1f}"
-        f" {row.sent.total / 1e9:>10,.1f} {row.sending_s:>11,.1f}"
-        f" {row.seconds:>13,.1f} {alone / row.seconds:>9,.1f} {alone / row.seconds / row.gpus:>11.0%}"
+        f"{row.gpus:>6} {row.prompts:>13} {_short(row.computing_s):>13}"
+        f" {_short(row.sent.total / 1e9):>10} {_short(row.sending_s):>11}"
+        f" {_short(row.seconds):>13} {alone / row.seconds:>9,.1f} {alone / row.seconds / row.gpus:>11.0%}"
         for row in rows
     ]
 
@@ -253,5 +255,13 @@ def _tera(flops: int | None) -> str:
     return "not known" if flops is None else f"{flops / 1e12:,.3g} TFLOP"
 
 
-def _not_known(found: Counts) -> str:
-    return f" (not known, and not counted: {', '.join(found.uncounted)})" if found.uncounted else ""
+def _score_words(found: Counts) -> str:
+    if not found.uncounted:
+        return _tera(found.score)
+    known = f"{_tera(found.score)} (" if found.score else "("
+    return f"{known}not known, and not counted: {', '.join(found.uncounted)})"
+
+
+def _short(number: float) -> str:
+    """A tenth is enough above one; below, two digits that tell something."""
+    return f"{number:,.1f}" if number >= 1 or number == 0 else f"{number:.2g}"

@@ -5,6 +5,7 @@ Axes: R rewards, N images, B images of one batch. Scores are float32 on the CPU;
 """
 
 import inspect
+import math
 import traceback
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future
@@ -20,6 +21,8 @@ from flowcredit.errors import InputError, one_line
 from flowcredit.faults import Fault, FaultError
 from flowcredit.interfaces import Reward
 
+LARGEST = 1e30
+"""A score beyond is a failure, as an infinite one is: sums and weighted scores would not fit into float32."""
 OnError = Literal["stop", "skip"]
 
 
@@ -221,13 +224,15 @@ def _score(name: str, reward: Reward, batch: Batch, policy: Policy) -> tuple[Ten
             raise _failure(name, batch, describe(cause)) from cause
         policy.skip(name, describe(cause), batch)
         return torch.full((1,), torch.nan), 1
-    infinite = scores.isinf()
+    infinite = scores.abs() > LARGEST
     if infinite.any():
         first = int(infinite.nonzero()[0, 0])
+        value = scores[first].item()
+        said = f"{value:g}" + ("" if math.isinf(value) else f"; expected numbers up to {LARGEST:g} in size")
         at_fault = batch.only(slice(first, first + 1))
         if policy.on_error == "stop":
-            raise _failure(name, at_fault, f"it returned {scores[first].item()}")
-        policy.skip(name, "it returned an infinite score", at_fault)
+            raise _failure(name, at_fault, f"it returned {said}")
+        policy.skip(name, f"it returned {said}", at_fault)
     return scores.masked_fill(infinite, torch.nan), failed + int(infinite.sum())
 
 

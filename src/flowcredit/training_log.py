@@ -38,9 +38,11 @@ def iteration_record(
     record: Record = {}
     if not advantages:
         return record | metrics
-    everything = torch.cat([each.flatten(1) for each in scores.values()], dim=1)
+    # Squares of large scores are beyond float32.
+    wide = [each.double() for each in scores.values()]
+    everything = torch.cat([each.flatten(1) for each in wide], dim=1)
     # A single image has no deviation, and torch warns where one is asked for.
-    spreads = [each.std(-1) for each in scores.values() if each.shape[-1] > 1]
+    spreads = [each.std(-1) for each in wide if each.shape[-1] > 1]
     spread_of = torch.cat(spreads, dim=1) if spreads else everything[:, :0]
     for row, name in enumerate(rewards):
         record[f"reward/{name}"] = _number(everything[row].nanmean())
@@ -72,7 +74,8 @@ def iteration_line(rewards: Sequence[str], record: Record) -> str:
     """Rewards, how far the ratio or the preference strayed, and the gradient norm, in one line."""
     means = {name: record[f"reward/{name}"] for name in rewards}
     shown = "  ".join(
-        f"{name} {'no score' if mean is None else format(mean, '.4f')}" for name, mean in means.items()
+        f"{name} {'no score' if mean is None else format(mean, '.4f' if abs(mean) < 1e6 else '.4g')}"
+        for name, mean in means.items()
     )
     parts = [shown] if shown else []
     if "on_policy_deviation" in record:
@@ -91,6 +94,10 @@ def iteration_line(rewards: Sequence[str], record: Record) -> str:
     shares["no signal"] = record.get("dead_groups")
     parts += [f"{name} {share:.0%}" for name, share in shares.items() if share]
     return "  ".join(parts)
+
+
+def _short(value: float) -> str:
+    return format(value, ".4f" if abs(value) < 1e6 else ".4g")
 
 
 def _number(value: Tensor) -> float | None:
