@@ -81,6 +81,13 @@ def test_where_the_run_lies_is_no_setting_of_a_resumed_one(run: Path) -> None:
         read_back(run, ["output=elsewhere"])
 
 
+def test_a_refusal_tells_all_that_differs(run: Path) -> None:
+    with pytest.raises(InputError) as caught:
+        read_back(run, ["seed=5", "noise.eta=0.5", "train.iterations=9", "watch=[sharpness]"])
+    assert "cannot change seed: 0 -> 5; noise.eta: 0.7 -> 0.5; watch.0.name: null" in str(caught.value)
+    assert "train.iterations: " not in str(caught.value)
+
+
 def test_finished_iterations_without_a_checkpoint_are_not_begun_anew(run: Path) -> None:
     weights = run / "checkpoints" / "000002" / "weights.safetensors"
     weights.write_bytes(weights.read_bytes()[:-1])
