@@ -25,7 +25,8 @@ test: $(VENV)/.installed-dev
 	$(BIN)/ruff check $(CODE)
 	$(BIN)/ruff format --check $(CODE)
 	$(BIN)/mypy
-	$(BIN)/python -m pytest -q --numprocesses 2 --dist loadfile
+# One thread for each of the two: threads that wait for each other's cores take twice the time.
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q --numprocesses 2 --dist loadfile --no-loadscope-reorder
 
 docs: $(VENV)/.installed-docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --site-dir site

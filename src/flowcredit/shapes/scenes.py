@@ -6,9 +6,10 @@ A scene is what a prompt asks for, not yet placed on a canvas. The two prompt se
 
 import hashlib
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
+from types import MappingProxyType
 from typing import Any
 
 SHAPES = ("circle", "square", "triangle", "cross", "ring")
@@ -92,10 +93,11 @@ def attribute_binding() -> Iterator[Scene]:
         yield Scene("attribute_binding", f"a {c1} {s1} and a {c2} {s2}", (Asked(s1, c1), Asked(s2, c2)))
 
 
-def all_scenes() -> dict[str, tuple[Scene, ...]]:
+@cache
+def all_scenes() -> Mapping[str, tuple[Scene, ...]]:
     """Every scene there is, by task."""
     makers = (single_object, two_objects, counting, colors, position, attribute_binding)
-    return {task: tuple(make()) for task, make in zip(TASKS, makers, strict=True)}
+    return MappingProxyType({task: tuple(make()) for task, make in zip(TASKS, makers, strict=True)})
 
 
 @cache
