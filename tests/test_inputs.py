@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from flowcredit import trainer
 from flowcredit.assembly import assemble
+from flowcredit.cli_inputs import open_source
 from flowcredit.errors import InputError
 from flowcredit.inputs import input_digests
 from flowcredit.recipe_io import load_recipe
@@ -193,3 +194,26 @@ def test_other_images_of_pairs_and_another_lora_are_seen(world: Path, tmp_path: 
     one_weight(lora / "pytorch_lora_weights.safetensors")
     after = input_digests(setup)
     assert [name for name in before if before[name] != after[name]] == ["model.lora"]
+
+
+def test_a_run_that_is_looked_at_on_another_model_says_so(
+    world: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run, config = world / "run", world / "pipeline" / "vae" / "config.json"
+    before = config.read_bytes()
+    try:
+        assert open_source(str(run), ["seed=4"])[1] == run
+        assert capsys.readouterr().err == ""
+        text(config, '"scaling_factor": ', '"scaling_factor": 1')
+        open_source(str(run), [])
+        told = f"{run}: changed since the run began: model.path, its vae ({world / 'pipeline'}). What is"
+        assert capsys.readouterr().err.startswith(told)
+        # A model that was chosen on purpose, or is not there: nothing to say here.
+        open_source(str(run), [f"model.path={world / 'clip'}"])
+        shutil.move(world / "pipeline", world / "elsewhere")
+        open_source(str(run), [])
+        assert capsys.readouterr().err == ""
+    finally:
+        if (world / "elsewhere").exists():
+            shutil.move(world / "elsewhere", world / "pipeline")
+        config.write_bytes(before)

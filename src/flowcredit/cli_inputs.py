@@ -102,13 +102,24 @@ def say_how_to_resume(run_dir: Path, stop: KeyboardInterrupt) -> None:
 
 
 def open_source(source: str, overrides: list[str] | None) -> "tuple[Recipe, Path | None]":
-    """The recipe that ``source`` is, or that the run in the folder ``source`` holds (with that folder)."""
+    """The recipe that ``source`` is, or that the run in the folder ``source`` holds (with that folder).
+
+    Says where that run's model is no longer the one it began with.
+    """
+    from flowcredit.digests import note_other_model
     from flowcredit.recipe_io import load_recipe
 
     path = Path(source)
     if not path.is_dir():
         return load_recipe(path, overrides or []), None
-    return load_recipe(check_run(path).recipe, overrides or []), path
+    recipe = load_recipe(check_run(path).recipe, overrides or [])
+    try:
+        note = note_other_model(path, recipe)
+    except (InputError, OSError):
+        note = None  # Whoever loads the model says what is wrong with it.
+    if note is not None:
+        typer.echo(visible(note), err=True)
+    return recipe, path
 
 
 def check_run(path: Path) -> "RunFolder":
