@@ -374,6 +374,7 @@ def test_settings_lists_names_defaults_and_sentences(run: Run) -> None:
     out = run("settings")[1]
     assert "train.learning_rate = 2e-06\n    AdamW's highest learning rate" in out
     assert "name = (required)\n" in out
+    assert run("settings", "Clip")[1].count("\n    ") == 2  # train.clip_range, guard.clip_fraction
 
 
 @pytest.mark.parametrize("command", ["train", "evaluate", "sample", "plan", "report"])

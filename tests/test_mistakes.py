@@ -6,6 +6,8 @@ import pytest
 
 from flowcredit import cli
 
+MEANT = "recipes/shapes_g2rpo.yaml"
+
 
 @pytest.mark.parametrize(
     ("words", "told"),
@@ -15,7 +17,15 @@ from flowcredit import cli
         ("trian a.yaml", "flowcredit: No such command 'trian'. Did you mean 'train'?; see flowcredit --help"),
         ("plan --gpu 3 a.yaml", "flowcredit plan: No such option: --gpu (Possible options: --gpus)"),
         ("train --resume", "flowcredit: Option '--resume' requires an argument"),
+        (
+            "settings train.cilp_range",
+            "flowcredit: no setting has 'train.cilp_range' in its name; did you mean",
+        ),
         ("train \x1b[31m --x", "flowcredit train: No such option: --x"),
+        *(
+            (f"plan recipes/{name}", f"flowcredit: recipes/{name}: no such file (did you mean {MEANT}?); ")
+            for name in ("shapes_g2rpo.yml", "shapes_g2rpo.yam", "shapes_g2rp", "shapes_grpo.YAML")
+        ),
     ],
 )
 def test_wrong_words_are_one_line(

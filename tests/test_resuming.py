@@ -118,7 +118,7 @@ def test_what_else_is_gone_is_told_and_the_run_goes_on(run: Path) -> None:
     assert "after 3 iterations" in said
     iterations = [json.loads(line)["iteration"] for line in (run / "log.jsonl").read_text().splitlines()]
     assert iterations == [2, 3]
-    assert "all iterations are finished" in read_back(run).notes[-1]
+    assert "all 3 iterations are finished" in read_back(run).notes[-1]
 
 
 def test_lines_of_the_log_that_are_none_are_passed_over(run: Path) -> None:

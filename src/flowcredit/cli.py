@@ -359,15 +359,22 @@ def report(
 
 @app.command()
 def settings(
+    word: Annotated[
+        str | None,
+        typer.Argument(help="Only those with this in their name, such as train or clip.", show_default=False),
+    ] = None,
     markdown: Annotated[bool, typer.Option("--markdown", help="As a page in Markdown.")] = False,
 ) -> None:
-    """List every setting of a recipe: its default, and what it is."""
-    from flowcredit.recipe_io import list_settings, settings_page
+    """List every setting of a recipe, or those with a word in their name: its default, and what it is.
+
+    [cyan]flowcredit settings algorithm.strides[/cyan]
+    """
+    from flowcredit.recipe_io import settings_named, settings_page
 
     if markdown:
         typer.echo(settings_page(), nl=False)
         return
-    for each in list_settings():
+    for each in settings_named(word):
         default = "(required)" if each.default is None else each.default
         typer.echo(f"{each.setting} = {default}\n    {each.description}")
 

@@ -124,6 +124,21 @@ def list_settings(kind: type[Section] = Recipe) -> list[SettingInfo]:
     ]
 
 
+def settings_named(word: str | None) -> list[SettingInfo]:
+    """Those of ``list_settings`` with a word in their name, whatever its case; all without one.
+
+    Raises InputError, with the nearest name, where there is none.
+    """
+    known = list_settings()
+    found = [each for each in known if word is None or word.strip().lower() in each.setting]
+    if not found:
+        parts = {part: None for each in known for part in (each.setting, *each.setting.split("."))}
+        close = nearest(str(word), parts)
+        meant = f"did you mean '{close}'?" if close else "flowcredit settings lists them all"
+        raise InputError(f"no setting has {word!r} in its name; {meant}")
+    return found
+
+
 def settings_page() -> str:
     """Every setting as a page in Markdown, a section of the recipe at a time."""
     lines = [

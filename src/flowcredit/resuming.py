@@ -81,7 +81,10 @@ def read_back(run_dir: Path, overrides: Sequence[str] = ()) -> Left:
             f"{folder.evaluation(0)} is missing: there will be no comparison with the model before training"
         )
     if checkpoint.iteration == recipe.train.iterations:
-        notes.append("all iterations are finished: what follows them is looked at again")
+        notes.append(
+            f"all {checkpoint.iteration} iterations are finished: only what comes after them is made anew,"
+            " final/ and the report (and the evaluation, if it is missing)"
+        )
     return Left(recipe, checkpoint, tuple(notes))
 
 

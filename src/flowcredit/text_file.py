@@ -23,14 +23,20 @@ def _meant(path: Path) -> str:
     beside: list[Path] = []
     with suppress(OSError):
         beside = list(path.parent.iterdir())
-    names = {str(file) for file in beside if file.is_file() and file.suffix == (path.suffix or file.suffix)}
-    if not path.is_absolute() and path.suffix in ("", ".yaml"):
+    kinds = {_kind(path)} if path.suffix else {_kind(file) for file in beside}
+    names = {str(file) for file in beside if file.is_file() and _kind(file) in kinds}
+    if not path.is_absolute() and _kind(path) in ("", ".yaml"):
         names |= {
             str(file.relative_to(PACKAGE)) for own in BROUGHT_ALONG for file in (PACKAGE / own).glob("*.yaml")
         }
     stems = {Path(name).stem: name for name in sorted(names)}
     close = nearest(path.stem, stems)
     return "" if close is None else f" (did you mean {stems[close]}?)"
+
+
+def _kind(path: Path) -> str:
+    """The ending, that of YAML however it is written."""
+    return ".yaml" if path.suffix.lower().startswith(".y") else path.suffix
 
 
 def read_text(path: Path, what: str) -> str:
