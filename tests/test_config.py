@@ -163,7 +163,7 @@ def test_an_unknown_name_like_no_other_gets_the_list(minimal: Path) -> None:
         ("noise={table: levels.yaml, kind: cps}", "noise.table: noise kind 'cps' reads no table"),
         ("rewards=[]", "rewards: there is none to train; expected at least 1 in the list"),
         ("rewards=[shapes, shapes]", "rewards: 'shapes' stands there more than once"),
-        ("watch=[other, shapes]", "watch.1: 'shapes' is among rewards"),
+        ("watch=[other, shapes]", "is measured; expected it to be left out, as in watch=[other]"),
         ("rewards.2.weight=1", "'2' is no place in the list 'rewards'; its places: 0 to 1"),
         ("rewards.-1.weight=1", "'-1' is no place in the list 'rewards'"),
         ("name=../elsewhere", 'name is "../elsewhere"; expected a text that matches'),

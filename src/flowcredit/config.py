@@ -341,7 +341,10 @@ class Recipe(Section):
         refuse_repeats("watch", tuple(reward.name for reward in self.watch))
         for index, reward in enumerate(self.watch):
             if reward.name in trained:
+                others = ", ".join(each.name for each in self.watch if each.name not in trained)
                 refuse(
-                    f"watch.{index}", f"'{reward.name}' is among rewards, so it is measured", "another reward"
+                    f"watch.{index}",
+                    f"'{reward.name}' is among rewards, so it is measured",
+                    f"it to be left out, as in watch=[{others}]",
                 )
         return self
