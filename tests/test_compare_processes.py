@@ -11,7 +11,12 @@ from pathlib import Path
 import pytest
 
 from flowcredit.compare import processes
+from flowcredit.compare.arms import Arm
 from flowcredit.compare.processes import Child, Failure, Process, Task, run_tasks
+from flowcredit.compare.runs import Run, wait_until_free
+from flowcredit.errors import InputError
+from flowcredit.recipe_io import load_recipe
+from flowcredit.run_folder import RunFolder
 
 
 class Said:
@@ -107,6 +112,26 @@ def test_a_task_of_two_commands_is_finished_after_the_second(tmp_path: Path) -> 
     both = Task("both", tmp_path / "log", command, 1.0, lambda: 0.0)
     assert run_tasks([both], 1, start, said) == []
     assert said.lines == ["started both", "started both", "finished both"]
+
+
+def test_a_run_at_which_a_lost_process_still_works_is_waited_for(tmp_path: Path) -> None:
+    arm, recipe = Arm("one", Path("a.yaml")), load_recipe("recipes/shapes_g2rpo.yaml")
+    runs = [Run(arm, seed, tmp_path / f"seed-{seed}", recipe) for seed in range(2)]
+    (tmp_path / "seed-1").mkdir()
+    (tmp_path / "seed-1" / "recipe.yaml").touch()
+    said: list[str] = []
+    wait_until_free(runs, 0, said.append)
+    assert not (tmp_path / "seed-0").exists()
+    with RunFolder(tmp_path / "seed-1").owned():
+        with pytest.raises(InputError, match="another process is at work"):
+            wait_until_free(runs, 0.0, said.append)
+        waiting = threading.Thread(target=wait_until_free, args=(runs, 60.0, said.append))
+        waiting.start()
+        time.sleep(0.5)
+        assert waiting.is_alive()
+    waiting.join(30)
+    assert not waiting.is_alive()
+    assert said == [f"waiting for a process that is still at work in {tmp_path / 'seed-1'}"]
 
 
 SAVES = """

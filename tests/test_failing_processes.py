@@ -249,6 +249,27 @@ def test_processes_that_would_each_be_alone_are_refused(environment: dict[str, s
     processes.refuse_pretence({"WORLD_SIZE": "2", "ACCELERATE_DYNAMO_MODE": "default", "PMI_SIZE": "2"})
 
 
+STARTS = """
+import os, subprocess, sys, time
+from flowcredit.processes import PARENT
+child = "import os, sys, time; from flowcredit import processes; processes.register();" \\
+    " print(os.getpid(), processes.PARENT in os.environ, flush=True); time.sleep(60)"
+subprocess.Popen([sys.executable, "-c", child], env={**os.environ, PARENT: str(os.getpid())})
+time.sleep(60)
+"""
+
+
+def test_a_process_ends_when_who_started_it_was_killed() -> None:
+    parent = start("-c", STARTS)
+    assert parent.stdout is not None
+    pid, inherits = parent.stdout.readline().split()
+    assert inherits == "False"  # What it starts in its turn is its own.
+    os.kill(int(pid), 0)
+    parent.kill()
+    # Its end of the pipe closes when it has ended; the time-out is an error.
+    parent.communicate(timeout=30)
+
+
 def test_what_torchrun_quotes_moves_no_terminal(tmp_path: Path) -> None:
     file = tmp_path / "error.json"
     environment = {"TORCHELASTIC_ERROR_FILE": str(file)}

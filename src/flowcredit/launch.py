@@ -71,6 +71,7 @@ def launch(words: Sequence[str], place: Place) -> int:
     with tempfile.TemporaryDirectory(prefix="flowcredit-") as folder:
         os.environ[processes.FOLDER] = folder
         os.environ[processes.COMMAND] = place.command
+        os.environ[processes.PARENT] = str(os.getpid())
         os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // place.nproc)))
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
         logging.disable(logging.CRITICAL)

@@ -7,6 +7,7 @@ import json
 import os
 import shlex
 import signal
+import threading
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -27,6 +28,10 @@ BY_MPI = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE")
 BY_ACCELERATE = "ACCELERATE_DYNAMO_MODE"
 """Variables that mpirun and `accelerate launch` give to what they start."""
 
+PARENT = "FLOWCREDIT_ENDS_WITH"
+"""Variable with the number of the process that started this one, and without which it is not to go on."""
+LOST_S = 0.5
+"""How often a process looks whether that one is still there."""
 Environment = Mapping[str, str]
 
 
@@ -87,6 +92,17 @@ def register(environment: Environment = os.environ) -> None:
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     if FOLDER in environment:
         write(f"{environment.get('RANK', '0')}.pid", os.getpid(), environment)
+    # Not for what this process starts in its turn.
+    parent = os.environ.pop(PARENT, None)
+    if parent is not None and parent.isdecimal():
+        threading.Thread(target=_end_without, args=(int(parent),), daemon=True).start()
+
+
+def _end_without(parent: int) -> None:
+    """A SIGTERM to this process once its parent is gone, as by a SIGKILL: nobody else would end it."""
+    while os.getppid() == parent:
+        time.sleep(LOST_S)
+    os.kill(os.getpid(), signal.SIGTERM)
 
 
 def tell(failure: Mapping[str, Any], environment: Environment = os.environ) -> None:

@@ -11,13 +11,14 @@ from rich.console import Console
 
 from flowcredit.compare.arms import Comparison, changed_in_all
 from flowcredit.compare.budget import KINDS, Budget, parse_budget
-from flowcredit.compare.processes import Failure, Start, Task, run_tasks
+from flowcredit.compare.processes import PATIENCE_S, Failure, Start, Task, run_tasks
 from flowcredit.compare.runs import (
     Run,
     plan_file,
     plan_runs,
     read_paces,
     refuse_others,
+    wait_until_free,
     write_plan,
     write_recipes,
 )
@@ -89,6 +90,7 @@ def compare_command(
         runs = plan_runs(comparison, budget, out, paces)
         refuse_others(out, runs, budget)
         if run:
+            wait_until_free(runs, PATIENCE_S, lambda line: say(console, line))
             write_plan(out, budget, paces)
             write_recipes(runs)
         failures = _run(comparison, budget, runs, out, parallel, start, console) if run else []

@@ -14,6 +14,8 @@ from pathlib import Path
 from types import FrameType
 from typing import Protocol
 
+from flowcredit.processes import PARENT
+
 PATIENCE_S = 60.0
 """How long a child that was asked to stop may take to save what it has, before it is ended."""
 PATIENCE_ENDING_S = 5.0
@@ -82,7 +84,7 @@ class Child:
 
     def __init__(self, command: Sequence[str], console_file: Path, threads: int) -> None:
         limits = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
-        environment = {**os.environ, **dict.fromkeys(limits, str(threads))}
+        environment = {**os.environ, **dict.fromkeys(limits, str(threads)), PARENT: str(os.getpid())}
         console_file.parent.mkdir(parents=True, exist_ok=True)
         with console_file.open("ab") as said:
             said.write(f"$ {shlex.join(command)}\n".encode())

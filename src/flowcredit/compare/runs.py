@@ -2,7 +2,8 @@
 
 import json
 import math
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, islice
 from pathlib import Path
@@ -19,6 +20,7 @@ PLACES = ("output",)
 """Settings that say where a run lies: the same place may be written in several ways."""
 
 
+LOOK_S = 0.2
 ITS_OWN = ("name", "output", "seed", "train.iterations", "evaluation.every")
 """Settings that follow from the comparison itself."""
 
@@ -140,6 +142,27 @@ def refuse_others(out: Path, runs: Sequence[Run], budget: Budget) -> None:
                     f"{file}: {run.name} was asked for with other settings before ({changes[0]}{more}); ask"
                     " for the same, or choose another --out"
                 )
+
+
+def wait_until_free(runs: Sequence[Run], patience_s: float, tell: Callable[[str], None]) -> None:
+    """Wait where processes of a comparison that was killed are still at work: they save, and end.
+
+    Raises InputError for one that does not in ``patience_s``.
+    """
+    until = time.monotonic() + patience_s
+    told = False
+    for folder in (RunFolder(run.folder) for run in runs):
+        while folder.recipe.is_file():
+            try:
+                with folder.owned():
+                    break
+            except InputError:
+                if time.monotonic() > until:
+                    raise
+            if not told:
+                tell(f"waiting for a process that is still at work in {folder.path}")
+            told = True
+            time.sleep(LOOK_S)
 
 
 def differences(before: Recipe, after: Recipe) -> list[Change]:
