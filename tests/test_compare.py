@@ -30,6 +30,7 @@ pytestmark = pytest.mark.usefixtures("one_thread", "in_this_process")
 
 REDNESS, BRIGHTNESS = "simple_rewards:redness", "simple_rewards:brightness"
 ODD = "<script>alert('x')</script> | *b*"
+ODD_METHOD = {"name": "mix_grpo", "num_steps": 3, "group_size": 2, "window_size": 1}
 
 
 class Killed(BaseException):
@@ -112,13 +113,7 @@ def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (root / "recipe.yaml").write_text(yaml.safe_dump(recipe))
     arms = [
         {"name": "G²RPO"},
-        {
-            "name": ODD,
-            "set": {
-                "algorithm": {"name": "mix_grpo", "num_steps": 3, "group_size": 2, "window_size": 1}
-                | {"iterations_per_position": 1}
-            },
-        },
+        {"name": ODD, "set": {"algorithm": ODD_METHOD | {"iterations_per_position": 1}}},
     ]
     content = {
         "recipe": str(root / "recipe.yaml"),
@@ -252,15 +247,24 @@ def test_a_score_that_is_missing_is_told_and_counts_as_none(file: Path, whole: P
     assert page.row("G²RPO")[2] == "no score"
     first, other = results(out)["arms"]
     assert first["runs"][0]["points"][-1]["scores"] == {REDNESS: 0.5, BRIGHTNESS: None}
-    assert first["scores"][BRIGHTNESS] == {
-        "mean": None,
-        "interval_95": None,
-        "seeds": 0,
-        "difference_from_first": None,
-    }
+    none = {"mean": None, "interval_95": None, "seeds": 0, "difference_from_first": None}
+    assert first["scores"][BRIGHTNESS] == none
     assert other["scores"][BRIGHTNESS]["difference_from_first"]["mean"] is None
     # Beside the changed run the other arm's images are there still.
     assert len(page.pictures) == 3 * 3
+
+
+@pytest.mark.usefixtures("no_curves")
+def test_what_is_damaged_is_named(file: Path, whole: Path, tmp_path: Path) -> None:
+    out = Path(shutil.copytree(whole, tmp_path / "out"))
+    (out / "g-rpo" / "seed-0.memory.json").write_text("{")
+    (out / "g-rpo" / "seed-0" / "log.jsonl").write_text("")
+    comparison, budget = adjusted(from_words([str(file)], []))
+    assert compare_command(comparison, budget, out, 1, Done, Console(quiet=True), run=False)
+    assert "G²RPO, seed 0: its log has lines of 0 of 4" in (out / "comparison.html").read_text()
+    (out / "g-rpo" / "seed-0" / "evaluations" / "000004.json").write_text("{")
+    with pytest.raises(InputError, match=r"000004\.json: is no whole evaluation; remove it"):
+        compare_command(comparison, budget, out, 1, Done, Console(quiet=True), run=False)
 
 
 def test_again_runs_nothing_and_gives_the_same_page(file: Path, whole: Path) -> None:

@@ -86,6 +86,9 @@ def test_recipes_and_arms_of_the_command_line() -> None:
     assert found.name == "small-vs-two"
     two = found.arms[1].load()
     assert (two.algorithm.model_dump()["strides"], two.noise.eta) == ((1, 2), 0.1)
+    many = [from_words([], [f"{'n' * 50} {n}: small.yaml" for n in (1, last)]).name for last in (2, 3)]
+    assert many[0] != many[1]  # Cut where they are long, and still two folders.
+    assert max(map(len, many)) <= 80
     changed, budget = adjusted(found, "calls=72", seeds=2, changes=["noise.eta=0.2"])
     assert [arm.load().noise.eta for arm in changed.arms] == [0.2, 0.2]
     # An iteration: 3 prompts, 2 steps with 4 images a stride; the coarse path of the second is the fine one.

@@ -43,6 +43,14 @@ def compared(*arms: str, budget: str = "nfe=100", start: processes.Start = refus
     return said.getvalue()
 
 
+def test_a_budget_that_ends_within_the_warmup_says_so() -> None:
+    """Three evaluations and a trained state an iteration: the budget is what is too small, not the recipe."""
+    with pytest.raises(InputError, match=r"nfe=100|velocity evaluations") as caught:
+        compared("warm: small.yaml train.warmup_iterations=90", budget="nfe=100")
+    assert "and the learning rate rises over 90 (train.warmup_iterations); raise it, or" in str(caught.value)
+    assert "arm 'warm'" in str(caught.value)
+
+
 @pytest.mark.parametrize(
     ("change", "reason"),
     [

@@ -18,6 +18,8 @@ from flowcredit.recipe_io import load_recipe, load_settings
 from flowcredit.text_file import read_text
 from flowcredit.yaml_lines import parse_yaml
 
+LONGEST_NAME = 80
+"""Of the folder of a comparison from the command line, in characters."""
 _ARM = "expected such as --arm 'one stride: recipes/my.yaml algorithm.strides=[1]'"
 
 
@@ -79,7 +81,15 @@ def from_words(recipes: Sequence[str], arms: Sequence[str]) -> Comparison:
     if not named:
         raise InputError(f"compare needs recipes, arms or a comparison file; {_ARM}")
     found = with_slugs(named)
-    return Comparison("-vs-".join(arm.slug for arm in found)[:80], found)
+    return Comparison(_joined([arm.slug for arm in found]), found)
+
+
+def _joined(slugs: Sequence[str]) -> str:
+    """A name for all of them; too long a one is cut, and told apart from others that begin so."""
+    whole = "-vs-".join(slugs)
+    if len(whole) <= LONGEST_NAME:
+        return whole
+    return _told_apart(whole[: LONGEST_NAME - 9].rstrip("-."), whole)
 
 
 def read_comparison(path: Path) -> Comparison:

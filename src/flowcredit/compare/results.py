@@ -18,6 +18,7 @@ from flowcredit.costs import Cost
 from flowcredit.errors import InputError
 from flowcredit.evaluation_files import from_json
 from flowcredit.report.run_data import RunData, Snapshot, read_run
+from flowcredit.run_folder import RunFolder
 
 Means = Mapping[str, float]
 """Mean held-out score by reward; NaN where no image had one."""
@@ -163,12 +164,19 @@ def _finished(run: Run, steps: Sequence[int]) -> Finished:
         raise InputError(f"{run.folder}: has no evaluation before training; remove it and run it anew")
     further = _step_means(run.folder, steps)
     own = run.own_steps
-    last = next(each for each in data.snapshots if each.evaluation.iteration == run.iterations)
+    last = next((each for each in data.snapshots if each.evaluation.iteration == run.iterations), None)
+    if last is None:
+        file = RunFolder(run.folder).evaluation(run.iterations)
+        raise InputError(f"{file}: is no whole evaluation; remove it and give the command again")
     return Finished(run, points, {own: points[-1].means, **further}, _peak(run), last, _odd(run, data, last))
 
 
 def _odd(run: Run, data: RunData, last: Snapshot) -> tuple[str, ...]:
     notes = [f"{run.name}: {note}" for note in data.notes]
+    if run.done() < run.iterations:
+        notes.append(
+            f"{run.name}: its log has lines of {run.done()} of {run.iterations} iterations: times are missing"
+        )
     for name, scores in last.evaluation.scores.items():
         missing = sum(math.isnan(score) for score in scores)
         if missing:
@@ -197,9 +205,11 @@ def _step_means(beside: Path, steps: Sequence[int]) -> dict[int, Means]:
 
 
 def _peak(run: Run) -> int:
-    if not run.memory_file.is_file():
+    """Largest memory in bytes; 0, which is told as none, where the note of it is missing or damaged."""
+    try:
+        return int(json.loads(run.memory_file.read_text(encoding="utf-8"))["bytes"])
+    except (OSError, ValueError, LookupError, TypeError):
         return 0
-    return int(json.loads(run.memory_file.read_text(encoding="utf-8"))["bytes"])
 
 
 def curve(arm: ArmResult) -> list[list[Point]]:

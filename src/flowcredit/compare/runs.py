@@ -99,6 +99,7 @@ def plan_runs(comparison: Comparison, budget: Budget, out: Path, paces: dict[str
         recipes = [arm.load([f"seed={seed}"]) for seed in comparison.seeds]
         try:
             counts = [iterations_within(recipe, budget, paces.get(arm.slug)) for recipe in recipes]
+            _refuse_a_warmup_alone(recipes[0], min(counts), budget)
         except InputError as error:
             raise arm.wrong(error) from None
         every = math.ceil(max(counts) / comparison.points)
@@ -114,6 +115,15 @@ def plan_runs(comparison: Comparison, budget: Budget, out: Path, paces: dict[str
             )
             runs.append(Run(arm, seed, out / arm.slug / f"seed-{seed}", recipe))
     return runs
+
+
+def _refuse_a_warmup_alone(recipe: Recipe, count: int, budget: Budget) -> None:
+    warmup = recipe.train.warmup_iterations
+    if count <= warmup:
+        raise InputError(
+            f"a budget of {budget.words} pays for {count} iteration{'s' * (count > 1)}, and the learning rate"
+            f" rises over {warmup} (train.warmup_iterations); raise it, or set that below {count}"
+        )
 
 
 def _refuse_its_own(arm: Arm) -> None:
