@@ -292,6 +292,30 @@ def test_the_command_serves_until_ctrl_c() -> None:
     assert (process.returncode, out, err) == (0, "stopped\n", "")
 
 
+INTERRUPTED = """
+import os, signal, socketserver, time
+from flowcredit.serving import serve_command
+let_in = socketserver.ThreadingMixIn.process_request
+def interrupted(self, request, address):
+    let_in(self, request, address)
+    time.sleep(1)
+    os.kill(os.getpid(), signal.SIGINT)
+socketserver.ThreadingMixIn.process_request = interrupted
+serve_command("simple_rewards:redness", [], "127.0.0.1", 0, "cpu", None, 1)
+"""
+
+
+def test_ctrl_c_is_heard_while_a_client_is_let_in() -> None:
+    process = start("-c", INTERRUPTED)
+    try:
+        url = first_line(process).split(" at ")[1].split()[0]
+        load_reward("http", {"url": url}, "cpu")
+        out, err = process.communicate(timeout=120)
+    finally:
+        end(process)
+    assert (process.returncode, out, err) == (0, "stopped\n", "")
+
+
 @pytest.mark.parametrize(
     ("name", "options", "change", "expected"),
     [

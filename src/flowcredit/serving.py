@@ -110,7 +110,7 @@ class RewardServer(ThreadingHTTPServer):
             return
         try:
             super().process_request(request, client_address)
-        except BaseException:
+        except RuntimeError:  # no thread to be had; one that began gives its place back itself
             self._places.release()
             raise
 
@@ -353,9 +353,26 @@ def serve_command(
         warning = "; whoever reaches this port can use it, see --token-env" if exposed else ""
         try:
             print(f"reward {name!r} at {server.url} (Ctrl-C ends it){warning}", flush=True)
-            server.serve_forever()
+            _serve_until_interrupt(server)
         except KeyboardInterrupt:
             print("stopped", flush=True)
+
+
+def _serve_until_interrupt(server: RewardServer) -> None:
+    """Clients are let in by another thread: an interrupt that arose among its locks could be lost there."""
+    ended = threading.Event()
+
+    def serve() -> None:
+        try:
+            server.serve_forever()
+        finally:
+            ended.set()
+
+    threading.Thread(target=serve, daemon=True).start()
+    try:
+        ended.wait()
+    finally:
+        server.shutdown()
 
 
 def _listen_to_interrupts() -> None:
