@@ -16,7 +16,14 @@ MEANT = "recipes/shapes_g2rpo.yaml"
         ("plan", "flowcredit plan: Missing argument 'RECIPE|RUN'; see flowcredit plan --help\n"),
         ("trian a.yaml", "flowcredit: No such command 'trian'. Did you mean 'train'?; see flowcredit --help"),
         ("plan --gpu 3 a.yaml", "flowcredit plan: No such option: --gpu (Possible options: --gpus)"),
-        ("train --resume", "flowcredit: Option '--resume' requires an argument"),
+        (
+            "train --resume",
+            "flowcredit train: Option '--resume' requires an argument; see flowcredit train --help\n",
+        ),
+        (
+            "evaluate nowhere",
+            "flowcredit: nowhere: no such file; expected the folder of a run, or a recipe in",
+        ),
         (
             "settings train.cilp_range",
             "flowcredit: no setting has 'train.cilp_range' in its name; did you mean",

@@ -106,10 +106,13 @@ def open_source(source: str, overrides: list[str] | None) -> "tuple[Recipe, Path
 
     Says where that run's model is no longer the one it began with.
     """
+    from flowcredit.config import Recipe
     from flowcredit.digests import note_other_model
-    from flowcredit.recipe_io import load_recipe
+    from flowcredit.recipe_io import load_recipe, load_settings
 
     path = Path(source)
+    if not path.exists():
+        return load_settings(Recipe, path, overrides or [], "the folder of a run, or a recipe"), None
     if not path.is_dir():
         return load_recipe(path, overrides or []), None
     recipe = load_recipe(check_run(path).recipe, overrides or [])

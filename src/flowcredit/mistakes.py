@@ -16,9 +16,15 @@ def tell_usage(error: Any) -> None:
     """Tell a usage error of typer, and which help to look at."""
     # `flowcredit` alone has printed the help already.
     if type(error).__name__ != "NoArgsIsHelpError":
-        command = error.ctx.command_path if error.ctx else "flowcredit"
+        command = error.ctx.command_path if error.ctx else _command()
         line = " ".join(error.format_message().split()).rstrip(".")
         print(f"{visible(f'{command}: {line}')}; see {command} --help", file=sys.stderr)
+
+
+def _command() -> str:
+    """The command that was called, for an option at the end without its value: typer does not tell it."""
+    called = next((word for word in sys.argv[1:] if not word.startswith("-")), "")
+    return f"flowcredit {called}".rstrip()
 
 
 def tell_for_all(line: str) -> None:
