@@ -287,10 +287,29 @@ def test_files_bring_back_the_evaluation(tmp_path: Path) -> None:
         np.testing.assert_array_equal(tile[enlarged // 2 :: enlarged, enlarged // 2 :: enlarged], image)
 
 
-@pytest.mark.parametrize("text", ["{", "[]", '{"iteration": 3}'])
-def test_a_broken_file_is_refused_by_name(tmp_path: Path, text: str) -> None:
+WORDS = {
+    "iteration": 3,
+    "prompts": ["a"],
+    "rewards": {"graded": {"scores": ["many"]}},
+    "group_by": None,
+    "groups": [],
+    "seconds": 1.0,
+    "images": None,
+}
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("{", "not JSON: .* in line 1"),
+        ("[]", "its parts are not what they should be"),
+        ('{"iteration": 3}', "it has no 'images'"),
+        (json.dumps(WORDS), "could not convert string to float: 'many'"),
+    ],
+)
+def test_a_broken_file_is_refused_by_name(tmp_path: Path, text: str, why: str) -> None:
     (tmp_path / "000001.json").write_text(text)
-    with pytest.raises(InputError, match=r"000001\.json: not an evaluation"):
+    with pytest.raises(InputError, match=rf"000001\.json: not an evaluation of flowcredit \({why}\)"):
         load_evaluation(tmp_path / "000001.json")
 
 

@@ -311,9 +311,22 @@ def test_a_missing_package_is_named_with_the_command(run: Path, monkeypatch: pyt
         build_report(run)
 
 
-def test_a_folder_that_is_no_run_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match=r"is no run: recipe\.yaml cannot be read"):
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        (None, r"is no run: recipe\.yaml \(cannot be read: No such file or directory\); expected"),
+        ("", r"recipe\.yaml: not the recipe of a run \(its parts are not what they should be\); expected"),
+        (
+            "- 3\n",
+            r"recipe\.yaml: not the recipe of a run \(its parts are not what they should be\); expected",
+        ),
+        ("name: x\n", r"recipe\.yaml: not the recipe of a run \(it has no 'rewards'\); expected"),
+        ("name: x\na: [1\n", r"recipe\.yaml:3: not valid YAML: while parsing a flow sequence expected"),
+    ],
+)
+def test_a_folder_that_is_no_run_is_refused(text: str | None, told: str, tmp_path: Path) -> None:
+    if text is not None:
+        (tmp_path / "recipe.yaml").write_text(text)
+    with pytest.raises(InputError, match=told) as error:
         build_report(tmp_path)
-    (tmp_path / "recipe.yaml").write_text("- 3\n")
-    with pytest.raises(InputError, match=r"recipe\.yaml: not the recipe of a run"):
-        build_report(tmp_path)
+    assert "\n" not in str(error.value)

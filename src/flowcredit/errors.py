@@ -1,5 +1,6 @@
 """The one exception that stands for a mistake in what the user gave, not in this code."""
 
+import json
 from typing import Self
 
 
@@ -27,3 +28,17 @@ class SharedError(InputError):
 def one_line(text: object) -> str:
     """A text without its line feeds."""
     return " ".join(line.strip() for line in str(text).splitlines() if line.strip())
+
+
+def misfit(error: Exception) -> str:
+    """What Python's error over the content of a file says of that content, in a reader's words."""
+    match error:
+        case OSError():
+            return f"cannot be read: {error.strerror}"
+        case json.JSONDecodeError():
+            return f"not JSON: {error.msg} in line {error.lineno}"
+        case KeyError():
+            return f"it has no {error.args[0]!r}"
+        case ValueError():
+            return one_line(error)
+    return "its parts are not what they should be"

@@ -7,7 +7,7 @@ from typing import Any
 
 from flowcredit.comparison import Evaluation, Summary, group_means, summarise
 from flowcredit.disk import writing
-from flowcredit.errors import InputError
+from flowcredit.errors import InputError, misfit
 from flowcredit.image_grid import Layout, save_grid
 from flowcredit.run_folder import RunFolder, write_text
 from flowcredit.text_file import read_text
@@ -79,14 +79,13 @@ def from_json(content: Any, path: Path) -> Evaluation:
             groups=tuple(content["groups"]),
             seconds=math.nan if content["seconds"] is None else content["seconds"],
         )
-    except (KeyError, TypeError, AttributeError) as error:
+    except (KeyError, TypeError, AttributeError, ValueError) as error:
         raise _no_evaluation(path, error) from error
 
 
 def _no_evaluation(path: Path, error: Exception) -> InputError:
     return InputError(
-        f"{path}: not an evaluation of flowcredit ({type(error).__name__}: {error}); expected a file "
-        "that a run wrote"
+        f"{path}: not an evaluation of flowcredit ({misfit(error)}); expected a file that a run wrote"
     )
 
 

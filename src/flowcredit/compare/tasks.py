@@ -9,7 +9,7 @@ from flowcredit.compare.processes import Task
 from flowcredit.compare.runs import Run
 from flowcredit.compare.steps import steps_command, steps_there
 from flowcredit.costs import iteration_costs
-from flowcredit.errors import InputError
+from flowcredit.errors import InputError, misfit
 from flowcredit.recipe_io import dump_recipe
 from flowcredit.run_folder import RunFolder, write_text
 
@@ -112,7 +112,7 @@ def measured_pace(arm: Arm, seed: int, out: Path) -> float:
         seconds = lines[PACE_ITERATIONS - 1]["seconds"] - lines[0]["seconds"]
     except (OSError, ValueError, LookupError, TypeError) as error:
         raise InputError(
-            f"{folder.log}: no pace to be read from it ({type(error).__name__}: {error}); remove"
+            f"{folder.log}: no pace to be read from it ({misfit(error)}); remove"
             f" {folder.path} and give the command again"
         ) from None
     costs = iteration_costs(arm.load([f"seed={seed}"]))

@@ -7,13 +7,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from flowcredit.comparison import Evaluation
-from flowcredit.errors import InputError
+from flowcredit.errors import InputError, misfit
 from flowcredit.evaluation_files import load_evaluation
 from flowcredit.image_grid import Layout
 from flowcredit.run_folder import RunFolder
+from flowcredit.yaml_lines import parse_yaml
 
 Record = Mapping[str, Any]
 
@@ -101,18 +100,19 @@ def _read_guard(path: Path) -> list[Mapping[str, Any]]:
 def _read_recipe(folder: RunFolder) -> tuple[Mapping[str, Any], str]:
     try:
         text = folder.recipe.read_text(encoding="utf-8")
-        recipe = yaml.safe_load(text)
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError(
+            f"{folder.path} is no run: {folder.recipe.name} ({misfit(error)}); expected the folder that "
+            "flowcredit train wrote"
+        ) from error
+    recipe = parse_yaml(text, str(folder.recipe)).value
+    try:
         # What the page cannot do without; the rest is shown where it is there.
         _ = [reward["name"] for reward in recipe["rewards"]], int(recipe["train"]["iterations"])
-    except OSError as error:
+    except (KeyError, TypeError, ValueError) as error:
         raise InputError(
-            f"{folder.path} is no run: {folder.recipe.name} cannot be read ({error.strerror}); expected the "
-            "folder that flowcredit train wrote"
-        ) from error
-    except (yaml.YAMLError, UnicodeDecodeError, KeyError, TypeError, ValueError) as error:
-        raise InputError(
-            f"{folder.recipe}: not the recipe of a run ({type(error).__name__}: {error}); expected the file "
-            "that flowcredit train wrote"
+            f"{folder.recipe}: not the recipe of a run ({misfit(error)}); expected the file that flowcredit "
+            "train wrote"
         ) from error
     return recipe, text
 
