@@ -287,32 +287,6 @@ def test_files_bring_back_the_evaluation(tmp_path: Path) -> None:
         np.testing.assert_array_equal(tile[enlarged // 2 :: enlarged, enlarged // 2 :: enlarged], image)
 
 
-WORDS = {
-    "iteration": 3,
-    "prompts": ["a"],
-    "rewards": {"graded": {"scores": ["many"]}},
-    "group_by": None,
-    "groups": [],
-    "seconds": 1.0,
-    "images": None,
-}
-
-
-@pytest.mark.parametrize(
-    ("text", "why"),
-    [
-        ("{", "not JSON: .* in line 1"),
-        ("[]", "its parts are not what they should be"),
-        ('{"iteration": 3}', "it has no 'images'"),
-        (json.dumps(WORDS), "could not convert string to float: 'many'"),
-    ],
-)
-def test_a_broken_file_is_refused_by_name(tmp_path: Path, text: str, why: str) -> None:
-    (tmp_path / "000001.json").write_text(text)
-    with pytest.raises(InputError, match=rf"000001\.json: not an evaluation of flowcredit \({why}\)"):
-        load_evaluation(tmp_path / "000001.json")
-
-
 def test_grid_enlarges_small_images_by_whole_pixels_and_leaves_large_ones(tmp_path: Path) -> None:
     small = torch.rand(5, 3, 6, 10, generator=torch.Generator().manual_seed(0))
     layout = save_grid(small, tmp_path / "small.png", columns=3, smallest_tile=20)

@@ -271,3 +271,21 @@ def test_yaml_that_grows_without_end_is_refused(tmp_path: Path) -> None:
         file.write_text(text)
         with pytest.raises(InputError, match=rf"{name}\.yaml:\d+: .*(more than 100,000|5000 digits)"):
             load_recipe(file)
+
+
+WORDS = '{"iteration": 3, "prompts": ["a"], "rewards": {"x": {"scores": ["many"]}}, "images": null}'
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("{", "not JSON: .* in line 1"),
+        ("[]", "its parts are not what they should be"),
+        ('{"iteration": 3}', "it has no 'images'"),
+        (WORDS, "could not convert string to float: 'many'"),
+    ],
+)
+def test_a_broken_file_is_refused_by_name(tmp_path: Path, text: str, why: str) -> None:
+    (tmp_path / "000001.json").write_text(text)
+    with pytest.raises(InputError, match=rf"000001\.json: not an evaluation of flowcredit \({why}\)"):
+        load_evaluation(tmp_path / "000001.json")
