@@ -94,6 +94,8 @@ def test_rewards_by_name_and_prompts_of_the_recipe(recipe: Path) -> None:
     assert trainer.recipe.evaluation.group_by is None
     kept = [json.loads(line) for line in Path(trainer.recipe.prompts.heldout).read_text().splitlines()]
     assert kept == [{"prompt": "a green cross"}]
+    one = Trainer(recipe, rewards="simple_rewards:brightness")
+    assert one.recipe.rewards == trainer.recipe.rewards
     split = Trainer(recipe, prompts=[{"prompt": "a", "task": "one"}])
     assert split.recipe.evaluation.group_by == "task"
 
@@ -103,7 +105,13 @@ def test_rewards_by_name_and_prompts_of_the_recipe(recipe: Path) -> None:
     [
         ({"rewards": lambda images, prompts: images.mean((1, 2, 3))}, "is found by no name in its module"),
         ({"rewards": Scaled(3.0)}, "is found by no name in its module"),
-        ({"prompts": "a red circle"}, "expected a list of prompts"),
+        ({"rewards": 3}, "^Trainer: rewards is 3; expected a function, the name of a reward, or a list"),
+        ({"rewards": [None]}, "^Trainer: rewards is None; expected functions, or names of rewards"),
+        ({"prompts": "a red circle"}, "^Trainer: prompts is 'a red circle'; expected a list of prompts"),
+        ({"heldout": {"prompt": "a"}}, "^Trainer: heldout is {'prompt': 'a'}; expected a list of prompts"),
+        ({"prompts": iter(["a"])}, "^Trainer: prompts is <list_iterator .*; expected a list of prompts"),
+        ({"prompts": ["a", 3]}, "^Trainer: prompts, row 1, is 3; expected a text, or a row with a prompt"),
+        ({"settings": ["seed=1"]}, r"^Trainer: settings is \['seed=1'\]; expected names and values"),
         ({"prompts": []}, "an empty list"),
         ({"prompts": [{"prompt": "a", "image": object()}]}, "row 0: cannot be kept as JSON"),
         ({"settings": {"train.iteration": 3}}, "train.iterations"),

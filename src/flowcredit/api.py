@@ -3,7 +3,7 @@
 import hashlib
 import json
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,7 @@ from rich.console import Console
 
 from flowcredit.comparison import Evaluation, Summary, paired_change, summarise
 from flowcredit.config import Recipe
-from flowcredit.errors import InputError
+from flowcredit.errors import InputError, one_line
 from flowcredit.evaluation_files import load_evaluation
 from flowcredit.recipe_io import load_recipe
 from flowcredit.run_folder import RunFolder, write_text
@@ -52,7 +52,7 @@ class Trainer:
         self,
         recipe: str | Path,
         *,
-        rewards: Callable[..., Any] | Sequence[Callable[..., Any] | str] | None = None,
+        rewards: Callable[..., Any] | str | Sequence[Callable[..., Any] | str] | None = None,
         prompts: Rows | None = None,
         heldout: Rows | None = None,
         settings: Mapping[str, Any] | None = None,
@@ -61,9 +61,9 @@ class Trainer:
 
         Args:
             recipe: a recipe file.
-            rewards: trained in place of the recipe's: functions (images [B, 3, H, W] float32 in [0, 1],
-                prompts, columns by name -> B numbers, None for no score), or names of registered rewards.
-                A function must be found by its name in its module, so that a run can be resumed.
+            rewards: trained in place of the recipe's, one or a list: functions (images [B, 3, H, W] float32
+                in [0, 1], prompts, columns by name -> B numbers, None for no score), or names of registered
+                rewards. A function must be found by its name in its module, so that a run can be resumed.
             prompts: trained in place of the recipe's; kept beside the runs, as JSONL.
             heldout: evaluated in place of the recipe's; ``prompts`` where they alone are given. They are
                 split by the recipe's ``evaluation.group_by`` only if they have that column.
@@ -72,9 +72,19 @@ class Trainer:
         Raises:
             InputError: whatever in the recipe, or beside it, cannot be used.
         """
+        if not isinstance(settings, Mapping | None):
+            raise _unfit("settings", settings, "names and values, as in {'train.iterations': 20}")
+        for name, rows in (("prompts", prompts), ("heldout", heldout)):
+            # Rows are gone through twice, which an iterator allows once; a data set need be no Sequence.
+            if rows is not None and (
+                isinstance(rows, str | Mapping | Iterator) or not hasattr(rows, "__getitem__")
+            ):
+                raise _unfit(name, rows, "a list of prompts, or of rows with a prompt")
         changes = dict(settings or {})
         if rewards is not None:
-            chosen = [rewards] if callable(rewards) else list(rewards)
+            chosen = [rewards] if callable(rewards) or isinstance(rewards, str) else rewards
+            if not isinstance(chosen, Sequence):
+                raise _unfit("rewards", rewards, "a function, the name of a reward, or a list of them")
             changes["rewards"] = [{"name": _name_of(each)} for each in chosen]
         began = load_recipe(recipe)
         given = {"train": prompts, "heldout": prompts if heldout is None else heldout}
@@ -117,6 +127,10 @@ class Trainer:
         return Outcome(self.folder, first if first.iteration == 0 else None, last)
 
 
+def _unfit(argument: str, given: object, expected: str) -> InputError:
+    return InputError(f"Trainer: {argument} is {one_line(repr(given))[:100]}; expected {expected}")
+
+
 def _name_of(reward: Callable[..., Any] | str) -> str:
     """A reward's name in a recipe: its own, or where it is found: ``module:attribute``."""
     if isinstance(reward, str):
@@ -125,6 +139,8 @@ def _name_of(reward: Callable[..., Any] | str) -> str:
         for name, value in vars(sys.modules.get(str(module), object)).items():
             if value is reward:
                 return f"{module}:{name}"
+    if not callable(reward):
+        raise _unfit("rewards", reward, "functions, or names of rewards")
     shown = getattr(reward, "__qualname__", repr(reward))
     raise InputError(
         f"reward {shown}: is found by no name in its module; define it, or the object that is called, at the"
@@ -138,10 +154,10 @@ def _has(rows: Rows, column: str | None) -> bool:
 
 def _kept(rows: Rows, folder: Path) -> Path:
     """Write rows to a file named by what is in it, and return that."""
-    if isinstance(rows, str):
-        raise InputError(f"prompts are the text {rows[:40]!r}; expected a list of prompts")
     lines = []
     for number, row in enumerate(rows):
+        if not isinstance(row, str | Mapping):
+            raise _unfit(f"prompts, row {number},", row, "a text, or a row with a prompt")
         entry = {"prompt": row} if isinstance(row, str) else dict(row)
         try:
             lines.append(json.dumps(entry, ensure_ascii=True) + "\n")
