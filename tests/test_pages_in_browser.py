@@ -54,6 +54,12 @@ def is_sound(seen: Seen) -> None:
     assert seen.broken_images() == []
 
 
+NARROWEST_NAME = """
+    Math.min(1000, ...[...document.querySelectorAll(".wide td:first-child")].map(each => each.offsetWidth))
+"""
+"""Pixels of the first column, in which a table with many columns has its names."""
+
+
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("size", [PHONE, DESK], ids=["phone", "desk"])
 def test_the_report_is_whole_and_open_to_all(seen: Seen, size: dict[str, int], scheme: str) -> None:
@@ -63,6 +69,7 @@ def test_the_report_is_whole_and_open_to_all(seen: Seen, size: dict[str, int], s
     is_sound(seen)
     assert seen.page.evaluate("document.documentElement.scrollWidth") <= size["width"]
     assert seen.barriers() == []
+    assert seen.page.evaluate(NARROWEST_NAME) >= 100
     paper = seen.page.evaluate("getComputedStyle(document.body).backgroundColor")
     assert (paper == "rgb(255, 255, 255)") == (scheme == "light")
 
@@ -114,12 +121,6 @@ def test_every_part_of_the_report_is_there(seen: Seen) -> None:
 def test_without_scripts_the_curves_are_pictures(run: Path) -> None:
     source = (run / "report.html").read_text(encoding="utf-8")
     assert source.count('role="img" aria-label="Gradient norm before clipping: iteration 4: 0.5"') == 1
-
-
-NARROWEST_NAME = """
-    Math.min(1000, ...[...document.querySelectorAll(".wide td:first-child")].map(each => each.offsetWidth))
-"""
-"""Pixels of the first column, in which a table with many columns has its names."""
 
 
 def comparison_page() -> str:
