@@ -135,12 +135,12 @@ def _name_of(reward: Callable[..., Any] | str) -> str:
     """A reward's name in a recipe: its own, or where it is found: ``module:attribute``."""
     if isinstance(reward, str):
         return reward
+    if not callable(reward):
+        raise _unfit("rewards", reward, "functions, or names of rewards")
     for module in (getattr(reward, "__module__", None), "__main__"):
         for name, value in vars(sys.modules.get(str(module), object)).items():
             if value is reward:
                 return f"{module}:{name}"
-    if not callable(reward):
-        raise _unfit("rewards", reward, "functions, or names of rewards")
     shown = getattr(reward, "__qualname__", repr(reward))
     raise InputError(
         f"reward {shown}: is found by no name in its module; define it, or the object that is called, at the"
